@@ -27,7 +27,7 @@ from grpo_recipes.recipe.keys import READ_VARIABLES, catalogue, environment_keys
 from grpo_recipes.recipe.registry import OBJECTIVES, SYNC_METHODS, benchmarks, rewards
 from grpo_recipes.runs.rundir import finish_summary
 from grpo_recipes.trainers.metrics import PHASES
-from grpo_recipes.weights.guard import TOLERANCES, checksum_error, logprob_error
+from grpo_recipes.weights.guard import TOLERANCES, describe_checksum_error, describe_logprob_error
 
 DOCS = REPOSITORY / "docs"
 GUIDE = DOCS / "recipes.md"
@@ -419,7 +419,7 @@ def test_every_table_entry_is_used_and_its_file_says_it() -> None:
 def test_messages_of_the_guard() -> None:
     text = (DOCS / "weights.md").read_text()
     names = ["model.embed_tokens.weight", *[f"p{number}" for number in range(28)]]
-    checksum = checksum_error("file", names)
+    checksum = describe_checksum_error("file", names)
     assert checksum is not None and checksum.split(" in model")[0] in text
-    logprobs = logprob_error("file", 1.31, TOLERANCES["float32"])
+    logprobs = describe_logprob_error("file", 1.31, TOLERANCES["float32"])
     assert logprobs is not None and logprobs in text

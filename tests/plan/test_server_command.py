@@ -47,7 +47,7 @@ def test_every_server_is_named_bound_guarded_and_reports_its_weights(read, optio
     middleware = [value for flag, value in itertools.pairwise(argv) if flag == "--middleware"]
     # A request meets the last middleware first, so a client without the token gets no information.
     assert middleware == [
-        "grpo_recipes.server.completions.AnswerInArrays",
+        "grpo_recipes.server.completions.AddServerEndpoints",
         "grpo_recipes.server.middleware.ReportActivity",
         "grpo_recipes.server.middleware.RequireToken",
     ]

@@ -85,7 +85,11 @@ def client(answers: list[bool], backend: str = "vllm_server") -> tuple[Any, list
         paths.append(path)
         return {"success": answers[min(len(paths), len(answers)) - 1]}
 
-    external._post, external._bad_answer, external._stopping = post, lambda path, message: BadAnswer(message), False
+    external._post, external._make_bad_answer, external._stopping = (
+        post,
+        lambda path, message: BadAnswer(message),
+        False,
+    )
     return external, paths
 
 

@@ -88,7 +88,7 @@ def test_a_word_may_begin_anywhere_in_a_larger_storage(tensor):
 
 @pytest.mark.parametrize(("shape", "unit"), [((3, 8), 8), ((3, 4, 4), 8), ((3, 3), 2), ((3, 6), 2), ((8,), 2), ((), 2)])
 def test_words_are_taken_where_rows_are_whole_words(shape, unit):
-    assert module.unit_of(torch.zeros(shape, dtype=torch.bfloat16)) == unit
+    assert module.choose_unit(torch.zeros(shape, dtype=torch.bfloat16)) == unit
 
 
 def test_it_is_the_sum_of_the_mixed_bits(tensor):

@@ -12,7 +12,7 @@ import torch
 
 from grpo_recipes.server.plugin import WeightReport
 from grpo_recipes.weights.file import write_weights
-from grpo_recipes.weights.guard import differing, sent_fingerprint
+from grpo_recipes.weights.guard import compute_sent_fingerprint, find_differences
 
 
 @pytest.mark.slow
@@ -65,6 +65,9 @@ def test_on_gpus_a_load_goes_through_model_runner_v2(tmp_path: Path, monkeypatch
     report = worker.grpo_weights()
     assert steps == ["initialize", "finalize"] and report["sync"] == 7
     assert (
-        differing({name: int(sent_fingerprint(name, tensor, report)) for name, tensor in sent.items()}, [report]) == []
+        find_differences(
+            {name: int(compute_sent_fingerprint(name, tensor, report)) for name, tensor in sent.items()}, [report]
+        )
+        == []
     )
     assert worker.model_runner.model_config.model == str(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_recipes.server.plugin import WeightReport
-from grpo_recipes.weights.guard import differing, sent_fingerprint
+from grpo_recipes.weights.guard import compute_sent_fingerprint, find_differences
 
 HEAD_SIZE, HEADS, KV_HEADS, WIDTH = 4, 8, 2, 16
 
@@ -56,14 +56,14 @@ def test_reports_of_sharded_and_copied_heads_add_up(workers: int) -> None:
     fleet = [FakeWorker(weights, rank, workers) for rank in range(workers)]
     report = fleet[0].grpo_weights()
     named = {f"layer.{name}.weight": tensor for name, tensor in weights.items()}
-    streamed = {name: int(sent_fingerprint(name, tensor, report)) for name, tensor in named.items()}
+    streamed = {name: int(compute_sent_fingerprint(name, tensor, report)) for name, tensor in named.items()}
 
-    assert differing(streamed, [worker.grpo_weights() for worker in fleet]) == []
+    assert find_differences(streamed, [worker.grpo_weights() for worker in fleet]) == []
 
     with torch.no_grad():
         stale = fleet[0].get_model().layer.qkv_proj.weight
         stale[-1, -1] = torch.nextafter(stale[-1, -1], torch.tensor(9.0))  # change a key or value element by 1 ulp
-    assert differing(streamed, [worker.grpo_weights() for worker in fleet]) == ["layer.qkv_proj.weight"]
+    assert find_differences(streamed, [worker.grpo_weights() for worker in fleet]) == ["layer.qkv_proj.weight"]
 
 
 def test_a_load_gives_the_folder_to_vllm_and_counts() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
-from grpo_recipes.server.wire import completions_of, packed, unpacked
+from grpo_recipes.server.wire import flatten_completions, pack_completions, unpack_completions
 
 logprobs = st.floats(max_value=0.0, width=32, allow_nan=False)
 tokens = st.tuples(st.integers(0, 2**31 - 1), logprobs)
@@ -20,7 +20,7 @@ tokens = st.tuples(st.integers(0, 2**31 - 1), logprobs)
 def test_the_same_bits_arrive(completions) -> None:
     ids = [[token for token, _ in row] for row in completions]
     scored = [[logprob for _, logprob in row] for row in completions]
-    arrived, of_each = unpacked(packed(completions_of(ids, scored))).rows()
+    arrived, of_each = unpack_completions(pack_completions(flatten_completions(ids, scored))).rows()
     assert arrived == ids
     lowest = [[[max(logprob, -9999.0)] for logprob in row] for row in scored]  # as JSON from vLLM had it
     assert of_each == lowest
@@ -30,15 +30,15 @@ def test_the_same_bits_arrive(completions) -> None:
 
 
 def test_without_log_probs_none_travel() -> None:
-    body = packed(completions_of([[1, 2], [3]], None))
+    body = pack_completions(flatten_completions([[1, 2], [3]], None))
     assert set(load(body)) == {"ids", "lengths"}
-    assert unpacked(body).rows() == ([[1, 2], [3]], None)
+    assert unpack_completions(body).rows() == ([[1, 2], [3]], None)
 
 
 def test_a_log_prob_that_is_not_a_number_stays_one_for_the_trainer_to_refuse() -> None:
-    assert np.isnan(unpacked(packed(completions_of([[1]], [[math.nan]]))).logprobs).all()
+    assert np.isnan(unpack_completions(pack_completions(flatten_completions([[1]], [[math.nan]]))).logprobs).all()
 
 
 def test_a_token_without_log_prob_is_not_sent() -> None:
     with pytest.raises(ValueError, match="not one log-prob for each token"):
-        completions_of([[1, 2]], [[-0.5]])
+        flatten_completions([[1, 2]], [[-0.5]])

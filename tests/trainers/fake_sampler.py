@@ -9,7 +9,7 @@ from typing import Any
 
 from weights.fake_server import FakeServer
 
-from grpo_recipes.server.wire import completions_of, packed
+from grpo_recipes.server.wire import flatten_completions, pack_completions
 
 LOGPROB = -5.5  # close to a random model with 260 tokens
 
@@ -57,4 +57,4 @@ class FakeSampler(FakeServer):
         with self._lock:
             self.under_way -= count
             self.sampled_with.append((tuple(body["prompt"]), count, body["seed"], before, self.weights))
-        return packed(completions_of(ids, [[LOGPROB] * len(row) for row in ids]))
+        return pack_completions(flatten_completions(ids, [[LOGPROB] * len(row) for row in ids]))

@@ -35,13 +35,13 @@ class FakeStorage:
 class FakeGpu:
     """Replaces CUDA memory between processes with CPU memory, which torch shares by name.
 
-    Only the calls to CUDA are fake. The exported handle and its conversion to a tensor are torch's.
+    Only the calls to CUDA are fake. The export_tensor handle and its conversion to a tensor are torch's.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch):
         self.events: list[str] = []  # a record of each wait for the GPU's work
         for module in (plugin, shared):
-            patch.setattr(module, "gpu_of", lambda _: UUID)
+            patch.setattr(module, "get_gpu_uuid", lambda _: UUID)
         patch.setattr(torch.Tensor, "_typed_storage", lambda tensor: FakeStorage(tensor.untyped_storage()))
         patch.setattr(torch.UntypedStorage, "_new_shared_cuda", self._opened)
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from grpo_recipes.server.middleware import ACTIVITY_PATH, POLICY_HEADER, SYNCED_PATH
 from grpo_recipes.server.plugin import fingerprint
-from grpo_recipes.server.wire import completions_of, packed
+from grpo_recipes.server.wire import flatten_completions, pack_completions
 
 WEIGHT = torch.arange(6.0).view(2, 3)
 
@@ -160,7 +160,9 @@ class FakeServer:
         with self._lock:
             self.under_way -= number
         token = body.get("seed", 1) % 97
-        return packed(completions_of([[token]] * number, None if body["logprobs"] is None else [[-0.5]] * number))
+        return pack_completions(
+            flatten_completions([[token]] * number, None if body["logprobs"] is None else [[-0.5]] * number)
+        )
 
     def _report(self) -> dict[str, Any]:
         return {"parameters": {"w": [int(fingerprint(self.held)), "float32"]}, "packed": {}, "sync": self.sync}

@@ -65,7 +65,7 @@ def test_the_weights_of_another_sync_are_seen_though_their_values_are_equal(conn
 
 
 def test_a_fingerprint_is_taken_while_its_tensor_is_sent(connect, monkeypatch) -> None:
-    client, sent, take = connect(), threading.Event(), module.sent_fingerprint
+    client, sent, take = connect(), threading.Event(), module.compute_sent_fingerprint
 
     def take_when_sent(*args: Any) -> torch.Tensor:
         assert sent.wait(10)
@@ -75,7 +75,7 @@ def test_a_fingerprint_is_taken_while_its_tensor_is_sent(connect, monkeypatch) -
         for _ in named_params:
             sent.set()
 
-    monkeypatch.setattr(module, "sent_fingerprint", take_when_sent)
+    monkeypatch.setattr(module, "compute_sent_fingerprint", take_when_sent)
     monkeypatch.setattr(client, "_send", send)
     sync(client)
     assert client.checksum_error is None

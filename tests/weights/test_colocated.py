@@ -59,7 +59,7 @@ class FakeEngine:
         self.llm_engine = SimpleNamespace(model_executor=executor, engine_core=core)
         torch.manual_seed(arguments["seed"])  # vLLM seeds the whole process too
 
-    def stop_if(self, stops: Any) -> None:
+    def abort_when(self, stops: Any) -> None:
         self.stops = stops
 
     def seeding_rows(self, seeds: Any) -> Any:
@@ -226,7 +226,7 @@ def test_a_generation_is_given_up_when_the_run_is_asked_to_stop(
     engine.llm_engine = SimpleNamespace(step=take_step, output_processor=processor, abort_request=abort)
     monkeypatch.setattr(LLM, "generate", generate)
     stop = StopRequest(tmp_path)
-    engine.stop_if(stop.cuts)
+    engine.abort_when(stop.cuts)
     monkeypatch.setattr("grpo_recipes.runs.stop_request.POLL_SECONDS", 0.0)
 
     with stop.cutting_short():

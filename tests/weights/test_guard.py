@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.server.plugin import matching_name
-from grpo_recipes.weights.guard import TOLERANCES, calibrated, checksum_error, differing, logprob_error
+from grpo_recipes.server.plugin import find_server_name
+from grpo_recipes.weights.guard import (
+    TOLERANCES,
+    calibrate_tolerance,
+    describe_checksum_error,
+    describe_logprob_error,
+    find_differences,
+)
 
 WRAP = 1 << 64
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -54,49 +60,49 @@ def without(mapping, *names):
     ],
 )
 def test_where_the_server_holds_a_parameter(name, holder):
-    assert matching_name(name, HELD, PACKED) == holder
+    assert find_server_name(name, HELD, PACKED) == holder
 
 
 def test_equal_weights_do_not_differ_fused_and_wrapped_around_ones_included():
-    assert differing(STREAMED, [report()]) == []
+    assert find_differences(STREAMED, [report()]) == []
 
 
 @pytest.mark.parametrize("part", ["embed_tokens", "qkv_proj", "o_proj", "gate_up_proj", "lm_head"])
 def test_one_stale_parameter_is_named(part):
-    (name,) = differing(STREAMED, [report(**{part: 999})])
+    (name,) = find_differences(STREAMED, [report(**{part: 999})])
     assert name.endswith(f"{part}.weight")
 
 
 def test_all_stale_parameters_are_named():
-    assert len(differing(STREAMED, [report(embed_tokens=0, qkv_proj=0, lm_head=0)])) == 3
+    assert len(find_differences(STREAMED, [report(embed_tokens=0, qkv_proj=0, lm_head=0)])) == 3
 
 
 def test_a_tied_head_that_both_leave_out_is_no_difference():
     tied = report()
     del tied["parameters"]["lm_head.weight"]
-    assert differing(without(STREAMED, "lm_head.weight"), [tied]) == []
+    assert find_differences(without(STREAMED, "lm_head.weight"), [tied]) == []
 
 
 def test_a_parameter_the_server_holds_and_nobody_sent_is_named():
-    assert differing(without(STREAMED, "lm_head.weight"), [report()]) == ["lm_head.weight"]
+    assert find_differences(without(STREAMED, "lm_head.weight"), [report()]) == ["lm_head.weight"]
 
 
 def test_a_parameter_that_found_no_place_is_told():
     one_less = report()
     del one_less["parameters"]["lm_head.weight"]
-    assert differing(STREAMED, [one_less]) == ["(no parameter of the server matches)"]
+    assert find_differences(STREAMED, [one_less]) == ["(no parameter of the server matches)"]
 
 
 def test_two_shards_add_up_and_copies_agree():
     first = report(qkv_proj=1 << 61, gate_up_proj=120)
     second = report(qkv_proj=HELD[QKV] - (1 << 61), gate_up_proj=180)
-    assert differing(STREAMED, [first, second]) == []
-    assert differing(STREAMED, [first, report(qkv_proj=HELD[QKV] - (1 << 61), gate_up_proj=181)]) == [GATE_UP]
+    assert find_differences(STREAMED, [first, second]) == []
+    assert find_differences(STREAMED, [first, report(qkv_proj=HELD[QKV] - (1 << 61), gate_up_proj=181)]) == [GATE_UP]
 
 
 def test_one_of_two_copies_that_is_stale_is_named():
-    assert differing(STREAMED, [report(), report()]) == []
-    assert differing(STREAMED, [report(), report(o_proj=-8)]) == [f"{LAYER}.self_attn.o_proj.weight"]
+    assert find_differences(STREAMED, [report(), report()]) == []
+    assert find_differences(STREAMED, [report(), report(o_proj=-8)]) == [f"{LAYER}.self_attn.o_proj.weight"]
 
 
 def renamed(**changes):
@@ -109,38 +115,40 @@ def renamed(**changes):
 
 
 def test_names_that_vllm_changes_are_compared_by_their_total():
-    assert differing(STREAMED, [renamed()]) == []
-    assert len(differing(STREAMED, [renamed(embed_tokens=12)])) == len(HELD)
+    assert find_differences(STREAMED, [renamed()]) == []
+    assert len(find_differences(STREAMED, [renamed(embed_tokens=12)])) == len(HELD)
 
 
 def test_known_names_are_still_compared_one_by_one_when_others_are_renamed():
     mixed = report()
     mixed["parameters"]["head.own_name"] = mixed["parameters"].pop("lm_head.weight")
-    assert differing(STREAMED, [mixed]) == []
+    assert find_differences(STREAMED, [mixed]) == []
     mixed["parameters"]["head.own_name"] = [14, "bfloat16"]
-    assert differing(STREAMED, [mixed]) == ["head.own_name"]
+    assert find_differences(STREAMED, [mixed]) == ["head.own_name"]
 
 
 def test_a_verdict_names_the_bridge_and_a_few_parameters():
-    assert checksum_error("file", []) is None
-    verdict = checksum_error("file", ["a", "b", "c", "d", "e"])
+    assert describe_checksum_error("file", []) is None
+    verdict = describe_checksum_error("file", ["a", "b", "c", "d", "e"])
     assert "'file' bridge" in verdict and "a, b, c and 2 more" in verdict
-    assert "more" not in checksum_error("nccl", ["a", "b"])
+    assert "more" not in describe_checksum_error("nccl", ["a", "b"])
 
 
 def test_a_verdict_names_both_numbers_of_a_sync():
     old = [{"sync": 4}, {"sync": 3}]
-    assert checksum_error("file", [], 4, [{"sync": 4}]) is None
-    assert "bridge: it has the weights of sync 3, and the trainer sent sync 4" in checksum_error("file", [], 4, old)
-    assert "trainer in a; it has the weights of sync 3, and" in checksum_error("file", ["a"], 4, old)
-    assert checksum_error("file", [], 0, old) is None  # nothing was sent yet
+    assert describe_checksum_error("file", [], 4, [{"sync": 4}]) is None
+    assert "bridge: it has the weights of sync 3, and the trainer sent sync 4" in describe_checksum_error(
+        "file", [], 4, old
+    )
+    assert "trainer in a; it has the weights of sync 3, and" in describe_checksum_error("file", ["a"], 4, old)
+    assert describe_checksum_error("file", [], 0, old) is None  # nothing was sent yet
 
 
 @pytest.mark.parametrize(
     ("difference", "fails"), [(0.0, False), (0.01, False), (0.0101, True), (float("inf"), True), (float("nan"), True)]
 )
 def test_log_probs_beyond_the_tolerance_fail(difference, fails):
-    verdict = logprob_error("file", difference, 0.01)
+    verdict = describe_logprob_error("file", difference, 0.01)
     assert (verdict is not None) is fails
     if fails:
         assert "weight_guard_tolerance" in verdict and "'file' bridge" in verdict
@@ -152,7 +160,7 @@ def test_every_trained_dtype_has_a_tolerance():
 
 
 def test_the_first_healthy_syncs_lower_a_tolerance_and_never_raise_it():
-    assert calibrated(5e-2, [2e-3, 1e-3]) == 5e-2  # too few
-    assert calibrated(5e-2, [2e-3, 1e-3, 1e-3]) == pytest.approx(2e-2)
-    assert calibrated(5e-2, [1e-5, 1e-5, 1e-5]) == pytest.approx(5e-3)
-    assert calibrated(5e-2, [4e-2, 1e-5, 1e-5]) == 5e-2
+    assert calibrate_tolerance(5e-2, [2e-3, 1e-3]) == 5e-2  # too few
+    assert calibrate_tolerance(5e-2, [2e-3, 1e-3, 1e-3]) == pytest.approx(2e-2)
+    assert calibrate_tolerance(5e-2, [1e-5, 1e-5, 1e-5]) == pytest.approx(5e-3)
+    assert calibrate_tolerance(5e-2, [4e-2, 1e-5, 1e-5]) == 5e-2

@@ -237,7 +237,7 @@ def test_an_adapter_that_the_server_refuses_is_an_error_with_its_words(folder, t
     client.refuses = "LoRA rank 2 is greater than max_lora_rank 1."
     with pytest.raises(BadAnswer, match="answered 400: LoRA rank 2 is greater"):
         client._model = model
-        client._write(model, folder / "adapter-1")
+        client._write_adapter(model, folder / "adapter-1")
         client._resend()
 
 

@@ -23,7 +23,7 @@ pytest.importorskip("vllm")
 from grpo_recipes.launch import monitor
 from grpo_recipes.launch.hooks import AllHooks
 from grpo_recipes.launch.monitor import Monitor
-from grpo_recipes.server.plugin import fingerprint, unit_of
+from grpo_recipes.server.plugin import choose_unit, fingerprint
 from grpo_recipes.weights.nccl import NcclClient
 from grpo_recipes.weights.transport import BadAnswer, ServerError, run_in_thread
 from weights import nccl_sides
@@ -154,11 +154,11 @@ def test_a_transfer_starts_after_the_optimizer_has_written(client, monkeypatch):
     monkeypatch.setattr(client, "call_workers", lambda method, **kwargs: [])
     client.communicator = Copies()
     client._held = {"parameters": {}, "packed": {}}
-    client._send(METADATA, client._fingerprinted(iter(weights.items())))
+    client._send(METADATA, client._compute_fingerprints(iter(weights.items())))
 
     written = torch.cat([tensor.contiguous().view(torch.uint8).view(-1) for tensor in PARAMETERS.values()])
     assert torch.equal(torch.cat(client.communicator.received), written)
-    expected = {name: int(fingerprint(tensor, unit_of(tensor))) for name, tensor in PARAMETERS.items()}
+    expected = {name: int(fingerprint(tensor, choose_unit(tensor))) for name, tensor in PARAMETERS.items()}
     assert client._sent_values() == expected
     client.communicator = None
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from grpo_recipes.server import plugin
-from grpo_recipes.server.plugin import WeightReport, mapped_memory
+from grpo_recipes.server.plugin import WeightReport, map_memory
 from grpo_recipes.weights import shared
 from grpo_recipes.weights.shared import SharedClient
 from grpo_recipes.weights.transport import ServerError
@@ -143,7 +143,7 @@ def test_weights_that_change_on_one_side_alone_are_seen(client):
 
 
 def test_both_sides_take_their_fingerprints_at_the_same_time(client, monkeypatch):
-    model, taking, take, call = Trained(), threading.Event(), shared.sent_fingerprint, client.call_workers
+    model, taking, take, call = Trained(), threading.Event(), shared.compute_sent_fingerprint, client.call_workers
     client.sync_model(model)
 
     def take_here(*args):
@@ -154,7 +154,7 @@ def test_both_sides_take_their_fingerprints_at_the_same_time(client, monkeypatch
         assert taking.wait(10)
         return call(method, **kwargs)
 
-    monkeypatch.setattr(shared, "sent_fingerprint", take_here)
+    monkeypatch.setattr(shared, "compute_sent_fingerprint", take_here)
     monkeypatch.setattr(client, "call_workers", call_workers)
     client.sync_model(model)
     assert client.checksum_error is None
@@ -263,13 +263,13 @@ def test_memory_is_reserved_when_it_is_mapped(tmp_path):
     before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     with pytest.raises(OSError):
-        mapped_memory(str(tmp_path / "large"), 8192)
+        map_memory(str(tmp_path / "large"), 8192)
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     signal.signal(signal.SIGXFSZ, ignored)
-    mapped_memory(str(tmp_path / "small"), 4096)
+    map_memory(str(tmp_path / "small"), 4096)
     assert (tmp_path / "small").stat().st_blocks * 512 >= 4096 and (tmp_path / "small").stat().st_mode & 0o777 == 0o600
     with pytest.raises(FileExistsError):
-        mapped_memory(str(tmp_path / "small"), 4096)
+        map_memory(str(tmp_path / "small"), 4096)
 
 
 class OtherProcess:
@@ -349,7 +349,7 @@ def test_a_gpu_has_written_all_before_the_server_is_asked_to_read(gpu, tmp_path,
 @pytest.mark.parametrize(("rank_gpu", "message"), [("another", "rank 0 on another"), (None, "rank 0 on the CPU")])
 def test_the_memory_of_another_gpu_is_refused(gpu, tmp_path, monkeypatch, rank_gpu, message):
     monkeypatch.setenv("GRPO_SYNC_DIR", str(tmp_path / "sync"))
-    monkeypatch.setattr(shared, "gpu_of", lambda _: rank_gpu)
+    monkeypatch.setattr(shared, "get_gpu_uuid", lambda _: rank_gpu)
     with pytest.raises(
         ServerError, match=f"the server computes on {fake_gpu.UUID}, {message}.*Fix: write weight_sync: f"
     ):

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from grpo_recipes.server.wire import COMPLETIONS_PATH, completions_of, packed, unpacked
+from grpo_recipes.server.wire import COMPLETIONS_PATH, flatten_completions, pack_completions, unpack_completions
 from grpo_recipes.weights import client as client_module
 from grpo_recipes.weights import connection
 from grpo_recipes.weights.file import FileClient
@@ -31,7 +31,7 @@ def body(
 ) -> bytes:
     """An answer, some of its arrays changed or, None, left out."""
     scored = None if logprob is None else [[logprob] * tokens] * count
-    arrays = completions_of([[token] * tokens] * count, scored)._asdict() | changed
+    arrays = flatten_completions([[token] * tokens] * count, scored)._asdict() | changed
     return save({name: array for name, array in arrays.items() if array is not None})
 
 
@@ -160,9 +160,9 @@ def test_a_request_of_another_client_does_not_keep_the_cache_of_old_weights(heal
 
 
 def test_what_was_right_stays_right() -> None:
-    right = completions_of([[0, 96], [5]], [[-1.0, 0.0], [float("-inf")]])
-    check_completions(unpacked(packed(right)), 2, 2, 97, 0)
-    check_completions(completions_of([[7], [5]], None), 2, 2, None, None)
+    right = flatten_completions([[0, 96], [5]], [[-1.0, 0.0], [float("-inf")]])
+    check_completions(unpack_completions(pack_completions(right)), 2, 2, 97, 0)
+    check_completions(flatten_completions([[7], [5]], None), 2, 2, None, None)
 
 
 def test_the_log_of_the_server_is_named(healthy, server, tmp_path) -> None:

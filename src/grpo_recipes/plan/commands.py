@@ -318,7 +318,7 @@ def server_command(
         program, needed = [trl, "vllm-serve", "--model", model, "--vllm-model-impl", implementation], {}
     parallel, revision = recipe["vllm_tensor_parallel_size"], recipe["model_revision"]
     # The last layer handles a request first.
-    middleware = ("completions.AnswerInArrays", "middleware.ReportActivity", "middleware.RequireToken")
+    middleware = ("completions.AddServerEndpoints", "middleware.ReportActivity", "middleware.RequireToken")
     flags = {
         "--served-model-name": name,
         "--host": host,

@@ -112,9 +112,9 @@ class ExternalClient(BridgeClient):
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """Do nothing: the server reads files, so no channel is needed."""
 
-    def _through_restarts(self, request: Callable[[], Answer]) -> Answer:
+    def _repeat_through_restarts(self, request: Callable[[], Answer]) -> Answer:
         """Make a request with retries, but do not wait for a restart: the launcher does not restart this server."""
-        return self._retried(request)
+        return self._retry(request)
 
     def update_named_params(self, metadata: Metadata, named_params: NamedTensors) -> None:
         """Write the weights to a file, and let the server load it."""
@@ -122,7 +122,7 @@ class ExternalClient(BridgeClient):
             folder = Path(os.environ["GRPO_SYNC_DIR"])
             self._sync += 1
             write_weights(folder, metadata, named_params, self._sync)
-            self._retried(partial(self._load, str(folder)))
+            self._retry(partial(self._load, str(folder)))
         for _ in named_params:  # only if the run stops: the other ranks still gather the remaining tensors
             pass
 
@@ -134,7 +134,7 @@ class ExternalClient(BridgeClient):
         path = "/update_weights_from_disk"
         answer = self._post(f"{self.base_url}{path}", json={"model_path": folder, "flush_cache": True})
         if answer.get("success") is not True:
-            raise self._bad_answer(path, f"did not load the weights: {answer.get('message')}")
+            raise self._make_bad_answer(path, f"did not load the weights: {answer.get('message')}")
 
     def reset_prefix_cache(self) -> None:
         """Empty vLLM's prefix cache of the previous weights. SGLang has emptied its cache with the load."""
@@ -147,14 +147,14 @@ class ExternalClient(BridgeClient):
         """Generate as TRL's client does, with one request per completion. Set ``failed`` for missing completions."""
         if features is not None:
             raise ServerError("images can't be sent to an external server")
-        sample = partial(self._sample, prompts, self._seeds(len(prompts)), n, kwargs)
-        return self._unless_stopping(sample, prompts, n)
+        sample = partial(self._sample, prompts, self._derive_seeds(len(prompts)), n, kwargs)
+        return self._generate_unless_stopping(sample, prompts, n)
 
     def generate_seeded(
         self, prompts: Sequence[Any], seeds: Sequence[int] | None, n: int = 1, **kwargs: Any
     ) -> dict[str, list[Any]]:
         """Generate for a benchmark, with a seed for each prompt. Raise ServerError if a completion is missing."""
-        answer = self._unless_stopping(partial(self._sample, prompts, seeds, n, kwargs), prompts, n)
+        answer = self._generate_unless_stopping(partial(self._sample, prompts, seeds, n, kwargs), prompts, n)
         if any(self.failed):
             raise ServerError(f"{sum(self.failed)} of {len(self.failed)} completions failed: {self.first_failure}")
         return answer
@@ -170,7 +170,7 @@ class ExternalClient(BridgeClient):
         self.failed = [isinstance(outcome, Failed) for outcome in outcomes]
         self.first_failure = reasons[0] if reasons else ""
         if all(self.failed):
-            raise self._bad_answer("its completions", f"gave none of {len(outcomes)}: {self.first_failure}")
+            raise self._make_bad_answer("its completions", f"gave none of {len(outcomes)}: {self.first_failure}")
         rows = [
             (outcome.ids, outcome.logprobs) if isinstance(outcome, Sample) else _PLACEHOLDER for outcome in outcomes
         ]
@@ -188,10 +188,10 @@ class ExternalClient(BridgeClient):
         def draw() -> tuple[list[int], list[float]]:
             ((outcome,),) = self._sampler.sample([prompt], 1, sampling)
             if isinstance(outcome, Failed):
-                raise self._bad_answer("its completions", outcome.reason)
+                raise self._make_bad_answer("its completions", outcome.reason)
             return outcome.ids, outcome.logprobs
 
-        return self._retried(draw)
+        return self._retry(draw)
 
     def _abort(self, generation: Any) -> None:
         """Do nothing: aborting would end the requests of other clients too."""

@@ -23,8 +23,8 @@ _MODES = {bridge: name for name, bridge in reversed(SYNC_METHOD_ALIASES.items())
 def choose_mode_name(run: Run) -> str:
     """Return the ``mode`` of the summary: the example trainer's name for the run's weight sync method.
 
-    A LoRA run with ``restart`` is ``lora_restart``. A method without such a name keeps its own name. A run without
-    a sync method has its vLLM mode, for example ``colocate``.
+    A LoRA run with ``restart`` is ``lora_restart``. A method without such a name keeps its own name. A run without a
+    sync method has its vLLM mode, for example ``colocate``.
     """
     bridge = run.plan.get("bridge")
     if bridge == "restart" and run.value("use_peft"):
@@ -35,8 +35,8 @@ def choose_mode_name(run: Run) -> str:
 def compute_numbers(run: Run) -> dict[str, Any]:
     """Sum up the run's ``metrics.jsonl``, and return the numbers of the summary by name, rounded as in the text.
 
-    Times are in seconds and memory is in GB. Memory is None if no row has it. ``weight_sync: shared`` moves no
-    weights: it has no syncs, and its waiting time is part of the step time.
+    Times are in seconds and memory is in GB. Memory is None if no row has it. ``weight_sync: shared`` moves no weights:
+    it has no syncs, and its waiting time is part of the step time.
     """
     rows = read_metrics(run.folder, lenient=True)
     steps, in_place = len(rows), run.plan.get("bridge") == _IN_PLACE

@@ -87,9 +87,9 @@ def publish_checkpoint(
 ) -> None:
     """Flush a staged checkpoint to disk, write its marker file, and move it into ``folder``.
 
-    Call it after every rank has written its part. The marker contains ``step``, ``world_size`` (the number of
-    ranks), and the size and digest of each file. ``digests`` has the digests that were computed during writing, by
-    file name. All other files are read again. An incomplete checkpoint of the same name is replaced.
+    Call it after every rank has written its part. The marker contains ``step``, ``world_size`` (the number of ranks),
+    and the size and digest of each file. ``digests`` has the digests that were computed during writing, by file name.
+    All other files are read again. An incomplete checkpoint of the same name is replaced.
     """
     paths = sorted(path for path in staged.rglob("*") if path.is_file())
     files = {str(path.relative_to(staged)): path.stat().st_size for path in paths}
@@ -196,10 +196,10 @@ def find_newest_complete(folder: Path) -> Path | None:
 def find_verified_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
     """Return the newest undamaged checkpoint in ``folder``, after verifying each of its bytes.
 
-    Newer checkpoints that are damaged are renamed to ``checkpoint-6.damaged``, so that ``find_newest_complete``
-    then returns the same checkpoint for the ranks. Nothing is deleted. ``say`` prints a line for the user. Return
-    None if no checkpoint was ever saved. If no checkpoint can be resumed, or the folder is a file, raise
-    ConfigError and rename nothing.
+    Newer checkpoints that are damaged are renamed to ``checkpoint-6.damaged``, so that ``find_newest_complete`` then
+    returns the same checkpoint for the ranks. Nothing is deleted. ``say`` prints a line for the user. Return None if no
+    checkpoint was ever saved. If no checkpoint can be resumed, or the folder is a file, raise ConfigError and rename
+    nothing.
     """
     if folder.exists() and not folder.is_dir():
         raise config_error(display_path(folder), "is not a folder, but checkpoints are saved there", "move it away")
@@ -224,9 +224,8 @@ def find_verified_checkpoint(folder: Path, say: Callable[[str], None]) -> Path |
 def find_damage(checkpoint: Path, say: Callable[[str], None]) -> str | None:
     """Describe the first damaged file of a checkpoint, for example "a is missing"; None if nothing is damaged.
 
-    Every byte is read, with several threads. ``say`` prints a line before a long verification. A checkpoint that
-    was saved without digests can't be verified: ``say`` prints a note, and the result is None if all sizes are
-    correct.
+    Every byte is read, with several threads. ``say`` prints a line before a long verification. A checkpoint that was
+    saved without digests can't be verified: ``say`` prints a note, and the result is None if all sizes are correct.
     """
     marker = _read_marker(checkpoint)
     if marker is None:
@@ -261,8 +260,8 @@ def prune_checkpoints(folder: Path, limit: int | None) -> None:
 def recording_changes(run_dir: Path) -> Iterator[None]:
     """Delete ``digests.json`` before the block, and write it again with the changed files' digests after the block.
 
-    ``digests.json`` records the digests of a run directory's own files, such as recipe and plan. A run that is
-    killed inside the block has no record, so its resume does not verify these files.
+    ``digests.json`` records the digests of a run directory's own files, such as recipe and plan. A run that is killed
+    inside the block has no record, so its resume does not verify these files.
     """
     (run_dir / RECORD).unlink(missing_ok=True)
     yield

@@ -121,8 +121,8 @@ class Progress:
     def line(self, row: Mapping[str, Any], width: int = WIDTH) -> str:
         """Format a row of ``metrics.jsonl`` as one line: step, reward, length, KL, seconds and remaining time.
 
-        If the line is longer than ``width``, the least important parts are left out. Unusual fractions, such as
-        cut-off completions, are added. The remaining time is estimated from the rows of this launch.
+        If the line is longer than ``width``, the least important parts are left out. Unusual fractions, such as cut-off
+        completions, are added. The remaining time is estimated from the rows of this launch.
         """
         now, step, last_step = time.monotonic(), row["step"], row.get("max_steps", row["step"])
         seconds = finite_number(row.get("seconds/step")) or 0.0

@@ -168,8 +168,8 @@ def timestamp() -> str:
 def create_recorded_folder(folder: Path, failure: str, *inside: str) -> dict[str, Any] | None:
     """Create the directory of a run or sweep, the folders ``inside`` it, and ``code.patch`` (uncommitted changes).
 
-    Return ``command`` and ``code`` for its record, or None if the directory exists already. If it cannot be
-    created, raise ConfigError with the message ``failure``.
+    Return ``command`` and ``code`` for its record, or None if the directory exists already. If it cannot be created,
+    raise ConfigError with the message ``failure``.
     """
     fix, code = "set run_root or RUN_ROOT to a folder that you may write to", read_code_state()
     with (

@@ -1,4 +1,4 @@
-"""The trainer's sampling endpoint of the run's server: requests as for ``/v1/completions``, answers as arrays.
+"""The server's endpoint for the trainer's sampling: requests as for ``/v1/completions``, answers as arrays.
 
 Everything except the answer is vLLM's own: parsing and validation, adapters, priorities, seeds, errors, and the end of
 requests after their client has disconnected. Tokens are not converted to text.
@@ -19,7 +19,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
 from grpo_recipes.recipe.extensions import parts
-from grpo_recipes.server.wire import COMPLETIONS_PATH, completions_of, packed
+from grpo_recipes.server.wire import COMPLETIONS_PATH, flatten_completions, pack_completions
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 router = APIRouter()
 
 
-class AnswerInArrays:
-    """Middleware that adds our endpoints and those of extensions when vLLM's application starts, not before."""
+class AddServerEndpoints:
+    """Middleware that adds our endpoints, and endpoints of extensions, when vLLM's application starts."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass every request on."""
+        """Add the endpoints at the application's startup event; pass every request on."""
         if scope["type"] == "lifespan":
             for endpoints in (router, *parts("server_routes")):
                 scope["app"].include_router(endpoints)
@@ -52,18 +52,20 @@ class TokensRequest(CompletionRequest):
 
 
 class _ServingTokens(OpenAIServingCompletion):
+    """vLLM's completion handler, whose answer contains token ids and log-probs as arrays instead of text."""
+
     def request_output_to_completion_response(  # type: ignore[override]
         self, final_res_batch: list[RequestOutput], request: CompletionRequest, request_id: str, *_: Any
     ) -> bytes:
-        """Return the completions of all prompts. The first log-prob of each position belongs to the sampled token."""
+        """Return the completions of all prompts as bytes, with the log-prob of each sampled token."""
         outputs = [output for result in final_res_batch for output in result.outputs]
         for output in outputs:
             self._raise_if_error(output.finish_reason, request_id)
-        logprobs_BT = None
+        logprobs_BT = None  # the first log-prob of each position belongs to the sampled token
         if request.logprobs is not None:
             flat: list[Any] = [output.logprobs for output in outputs]
             logprobs_BT = [[row.logprobs[start] for start in row.start_indices] for row in flat]
-        return packed(completions_of([output.token_ids for output in outputs], logprobs_BT))
+        return pack_completions(flatten_completions([output.token_ids for output in outputs], logprobs_BT))
 
 
 @router.post(COMPLETIONS_PATH, dependencies=[Depends(validate_json_request)])

@@ -34,7 +34,8 @@ SAMPLING_VARIABLE = "GRPO_SAMPLING"
 _FROM_ENVIRONMENT = "grpo_from_environment"  # scope key that marks a request with the environments' token
 
 
-async def _answer(send: Send, status: int, kind: bytes, body: bytes) -> None:
+async def _send_answer(send: Send, status: int, kind: bytes, body: bytes) -> None:
+    """Send a complete ASGI response with this status, content type and body."""
     headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -45,13 +46,13 @@ class RequireToken:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._run = _bearer(os.environ["GRPO_TOKEN_FILE"])
+        self._run = _read_authorization(os.environ["GRPO_TOKEN_FILE"])
         file = os.environ.get(ENVIRONMENT_TOKEN_VARIABLE)
-        self._environment = _bearer(file) if file else None
+        self._environment = _read_authorization(file) if file else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401 and count it in ``app.state.refused``."""
-        if scope["type"] not in ("http", "websocket") or self._admits(scope):
+        if scope["type"] not in ("http", "websocket") or self._is_authorized(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -59,9 +60,9 @@ class RequireToken:
             if "app" in scope:
                 state = scope["app"].state
                 state.refused = getattr(state, "refused", 0) + 1
-            await _answer(send, 401, b"text/plain", b"this server belongs to a run; its token is missing or wrong")
+            await _send_answer(send, 401, b"text/plain", b"this server belongs to a run; its token is missing or wrong")
 
-    def _admits(self, scope: Scope) -> bool:
+    def _is_authorized(self, scope: Scope) -> bool:
         """Return whether the token in the request's Authorization header opens its path.
 
         The run's token opens every path. The environments' token opens only ``ENVIRONMENT_PATHS``, and only over HTTP.
@@ -76,7 +77,8 @@ class RequireToken:
         return scope["type"] == "http" and scope["path"] in ENVIRONMENT_PATHS
 
 
-def _bearer(token_file: str) -> bytes:
+def _read_authorization(token_file: str) -> bytes:
+    """Return the Authorization header, ``Bearer TOKEN``, with the token in a file."""
     return f"Bearer {Path(token_file).read_text().strip()}".encode()
 
 
@@ -95,10 +97,13 @@ class ReportActivity:
         self._policy: bytes | None = None  # optimizer step of the last completed sync
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer requests for the activity; pass on and count all others."""
+        """Answer requests for the activity; pass on all others, and count POST requests while they run.
+
+        A successful request to ``SYNCED_PATH`` sets the step that later answers carry.
+        """
         kind, method = scope["type"], scope.get("method")
         if kind == "http" and self._policy is not None:
-            send = _with_header(send, self._policy)
+            send = _add_policy_header(send, self._policy)
         if kind == "http" and method == "GET" and scope["path"] == ACTIVITY_PATH:
             # The engine client counts a completion in the same call that sends it to the engine. So each counted
             # completion reaches the engine before any later request.
@@ -106,10 +111,10 @@ class ReportActivity:
             completions = state.engine_client.get_num_unfinished_requests()
             refused = getattr(state, "refused", 0)
             activity = {"requests": self._requests, "completions": completions, "refused": refused}
-            await _answer(send, 200, b"application/json", json.dumps(activity).encode())
+            await _send_answer(send, 200, b"application/json", json.dumps(activity).encode())
             return
         if scope.get(_FROM_ENVIRONMENT) and self._policy is None:
-            await _answer(send, 503, b"text/plain", b"the server waits for the trainer's weights")
+            await _send_answer(send, 503, b"text/plain", b"the server waits for the trainer's weights")
             return
         counted = kind == "http" and method == "POST"
         ends_sync = counted and scope["path"] == SYNCED_PATH
@@ -124,7 +129,9 @@ class ReportActivity:
             self._policy = step
 
 
-def _with_header(send: Send, policy: bytes) -> Send:
+def _add_policy_header(send: Send, policy: bytes) -> Send:
+    """Return an ASGI ``send`` function that adds the optimizer step of the weights to the response headers."""
+
     async def send_with_header(message: Message) -> None:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message.get("headers", ()), (_POLICY, policy)]}
@@ -134,17 +141,21 @@ def _with_header(send: Send, policy: bytes) -> Send:
 
 
 class _RecordedAnswer:
-    """Pass a small answer on and record its body."""
+    """Send a response's messages on, and keep its body."""
 
     def __init__(self, send: Send) -> None:
         self._send, self._body = send, b""
 
     async def send(self, message: Message) -> None:
+        """Send a message on, and append its body."""
         self._body += message.get("body", b"")
         await self._send(message)
 
     def is_success(self) -> bool:
-        """Return whether vLLM emptied the cache. It does not while a request uses a part of the cache."""
+        """Return whether the body is JSON with ``success: true``: vLLM has emptied its prefix cache.
+
+        vLLM does not empty it while a request uses a part of it.
+        """
         with contextlib.suppress(ValueError, AttributeError):
             return json.loads(self._body).get("success") is True
         return False

@@ -1,7 +1,8 @@
 """Our code inside vLLM: a plug-in for every process (``vllm.general_plugins``), and ``--worker-extension-cls``.
 
-The worker extension loads weights and computes their fingerprints. The trainer computes the same fingerprints of the
-weights it sends.
+The worker extension, ``WeightReport``, loads weights and reports a fingerprint of each parameter. The trainer computes
+the same fingerprints of the weights it sends, and compares them. The plug-in ends orphaned processes and adapts vLLM to
+CPU.
 """
 
 import inspect
@@ -44,8 +45,8 @@ def register() -> None:
     """
     in_server = os.environ.get("GRPO_SERVER") == "1"  # ranks with co-located vLLM load this plug-in too
     if in_server:
-        _follow_server()
-        os.register_at_fork(after_in_child=_follow_server)
+        _prepare_server_process()
+        os.register_at_fork(after_in_child=_prepare_server_process)
     _adapt_to_cpu(in_server)
 
 
@@ -86,7 +87,8 @@ def _fork_engine(platform: Any) -> None:
     os.register_at_fork(after_in_child=use_cores)
 
 
-def _follow_server() -> None:
+def _prepare_server_process() -> None:
+    """Let this process dump its stacks on SIGUSR2 and die with its parent."""
     dump_stacks_on_signal(Path(os.environ["GRPO_RUN_DIR"]), f"server_{os.getpid()}")
     die_with_parent(os.getppid(), signal.SIGKILL)
 
@@ -101,15 +103,16 @@ def _keep_linear_weights() -> None:
 
     if not hasattr(layer_utils, "dispatch_cpu_unquantized_gemm"):
         raise RuntimeError("this vLLM has no dispatch_cpu_unquantized_gemm: the CPU plug-in does not fit it")
-    layer_utils.dispatch_cpu_unquantized_gemm = _multiply_unpacked
+    layer_utils.dispatch_cpu_unquantized_gemm = _use_plain_linear
 
 
-def _multiply_unpacked(layer: Any, remove_weight: bool) -> None:
+def _use_plain_linear(layer: Any, remove_weight: bool) -> None:
+    """Let a linear layer multiply with its weight as it is loaded. It replaces vLLM's function that packs weights."""
     layer.cpu_linear = torch.nn.functional.linear
 
 
 def fingerprint(tensor: torch.Tensor, unit: int | None = None) -> torch.Tensor:
-    """Return the sum of the hashed bit patterns of ``unit`` bytes each, as an int64.
+    """Return a hash of a tensor as an int64: the sum over the hashed bit patterns of ``unit`` bytes each.
 
     A unit is a single element by default. The order of the units does not matter: the fingerprints of the parts of a
     fused tensor (q, k and v in ``qkv_proj``), or of its shards, add up to the fingerprint of the whole. Zero padding
@@ -131,22 +134,21 @@ def fingerprint(tensor: torch.Tensor, unit: int | None = None) -> torch.Tensor:
     return total * 0x3C79AC492BA7B653
 
 
-def unit_of(tensor: torch.Tensor) -> int:
-    """Return the unit of a tensor's fingerprint: a word if rows and their shards consist of whole words."""
+def choose_unit(tensor: torch.Tensor) -> int:
+    """Return the unit of a tensor's fingerprint in bytes: 8 if rows consist of whole 8-byte words, else an element."""
     row_bytes = tensor.shape[-1] * tensor.element_size() if tensor.ndim > 1 else 1
     return _WORD if row_bytes % _WORD == 0 else tensor.element_size()
 
 
-def _plain(name: str) -> str:
-    """Return a parameter's name without the part that vLLM adds to layers that can have a LoRA adapter."""
+def _strip_base_layer(name: str) -> str:
+    """Return a parameter's name without ``.base_layer``, which vLLM adds to layers that can have a LoRA adapter."""
     return name.replace(".base_layer.", ".")
 
 
-def mapped_memory(file: str, size: int = 0) -> mmap.mmap:
-    """Map an existing file into memory, or with ``size`` create one of so many bytes and reserve all of them.
+def map_memory(file: str, size: int = 0) -> mmap.mmap:
+    """Map an existing file into memory, or with ``size`` create a file of so many bytes and reserve all of them.
 
-    The memory lives as long as a tensor in it, even after the file is removed. Raise OSError if space is
-    missing.
+    The memory lives as long as a tensor in it, even after the file is removed. Raise OSError if space is missing.
     """
     descriptor = os.open(file, os.O_RDWR | (os.O_CREAT | os.O_EXCL if size else 0), 0o600)
     try:
@@ -157,19 +159,19 @@ def mapped_memory(file: str, size: int = 0) -> mmap.mmap:
         os.close(descriptor)
 
 
-def tensor_in(memory: mmap.mmap, location: Mapping[str, Any]) -> torch.Tensor:
-    """Return the tensor of ``memory`` at a location: ``offset`` in bytes, ``shape`` and ``dtype``."""
+def view_tensor(memory: mmap.mmap, location: Mapping[str, Any]) -> torch.Tensor:
+    """Return the tensor at a location in ``memory``, without a copy: ``offset`` in bytes, ``shape`` and ``dtype``."""
     count, dtype = math.prod(location["shape"]), getattr(torch, location["dtype"])
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=location["offset"]).view(location["shape"])
 
 
-def gpu_of(tensor: torch.Tensor) -> str | None:
+def get_gpu_uuid(tensor: torch.Tensor) -> str | None:
     """Return the UUID of a tensor's GPU, which is the same in all processes; None on CPU."""
     return str(torch.cuda.get_device_properties(tensor.device).uuid) if tensor.is_cuda else None
 
 
-def exported(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the location of a tensor's GPU memory as JSON values, for ``imported`` in another process.
+def export_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the location of a tensor's GPU memory as JSON values, for ``import_tensor`` in another process.
 
     A pickle would let any program that takes the port of a dead server run code in the trainer. vLLM's workers do not
     free parameters, so the memory stays while their process lives.
@@ -177,13 +179,17 @@ def exported(tensor: torch.Tensor) -> dict[str, Any]:
     location = dict(zip(inspect.signature(rebuild_cuda_tensor).parameters, reduce_tensor(tensor)[1], strict=True))
     replaced_by_importer = {"tensor_cls": "", "storage_cls": "", "storage_device": 0, "requires_grad": False}
     layout = {
-        "dtype": _name_of(tensor.dtype), "tensor_size": list(tensor.shape), "tensor_stride": list(tensor.stride())
+        "dtype": _get_dtype_name(tensor.dtype),
+        "tensor_size": list(tensor.shape), "tensor_stride": list(tensor.stride()),
     }  # fmt: skip
     return {**location, **replaced_by_importer, **layout, **{name: location[name].hex() for name in _HANDLES}}
 
 
-def imported(location: Mapping[str, Any], device: torch.device) -> torch.Tensor:
-    """Return the tensor that another process ``exported``. ``device`` is its GPU as this process numbers it."""
+def import_tensor(location: Mapping[str, Any], device: torch.device) -> torch.Tensor:
+    """Return a tensor on the GPU memory that another process described with ``export_tensor``.
+
+    ``device`` is that GPU as this process numbers it.
+    """
     local = {"tensor_cls": torch.Tensor, "storage_cls": torch.TypedStorage, "storage_device": device.index}
     handles = {name: bytes.fromhex(location[name]) for name in _HANDLES}
     arguments: dict[str, Any] = {**location, **local, **handles, "dtype": getattr(torch, location["dtype"])}
@@ -191,12 +197,13 @@ def imported(location: Mapping[str, Any], device: torch.device) -> torch.Tensor:
     return tensor
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def _get_dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name without ``torch.``: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
-def matching_name(name: str, server_names: Container[str], packed: Mapping[str, Sequence[str]]) -> str | None:
-    """Return the server's parameter that contains the trainer's parameter ``name``; None if there is none.
+def find_server_name(name: str, server_names: Container[str], packed: Mapping[str, Sequence[str]]) -> str | None:
+    """Return the name of the server's parameter that contains the trainer's parameter ``name``; None without one.
 
     ``packed`` maps fused parameters, which may also be the result, to the names of their parts.
     """
@@ -204,18 +211,19 @@ def matching_name(name: str, server_names: Container[str], packed: Mapping[str, 
     return next((candidate for candidate in (name, *fused_names) if candidate in server_names), None)
 
 
-def matching_rows(
+def match_rows(
     tensors: Mapping[str, torch.Tensor], server_tensors: Mapping[str, torch.Tensor], packed: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, str | None, torch.Tensor | None]]:
     """Yield for each of the trainer's tensors its name, the server's parameter, and its rows in that parameter.
 
     Rows of a fused parameter follow each other in the order of its parts. A vocabulary may be padded at the end. The
-    rows are None if dtype or shape differ: the server then stores the tensor in another form.
+    rows are None if dtype or shape differ: the server then stores the tensor in another form. Both are None if the
+    server has no such parameter.
     """
     order = {part: index for parts in packed.values() for index, part in enumerate(parts)}
     used_rows = dict.fromkeys(server_tensors, 0)
     for name in sorted(tensors, key=lambda name: max((order.get(part, 0) for part in name.split(".")), default=0)):
-        tensor, server_name = tensors[name], matching_name(name, server_tensors, packed)
+        tensor, server_name = tensors[name], find_server_name(name, server_tensors, packed)
         if server_name is None or not tensor.ndim:
             yield name, server_name, None
             continue
@@ -225,8 +233,8 @@ def matching_rows(
         yield name, server_name, rows if (rows.shape, rows.dtype) == (tensor.shape, tensor.dtype) else None
 
 
-def _sync_of(file: Path) -> int:
-    """Return the number of the sync that wrote a file of weights, or 0 for another file."""
+def _read_sync_number(file: Path) -> int:
+    """Return the number of the sync in the metadata of a weights file; 0 if the file does not exist or has none."""
     if not file.is_file():
         return 0
     with safe_open(file, framework="pt") as weights:
@@ -238,16 +246,16 @@ def _move_into_file(parameters: Mapping[str, torch.nn.Parameter], file: str) -> 
     locations: dict[str, dict[str, Any]] = {}
     size = 0
     for name, parameter in parameters.items():
-        locations[name] = {"offset": size, "shape": list(parameter.shape), "dtype": _name_of(parameter.dtype)}
+        locations[name] = {"offset": size, "shape": list(parameter.shape), "dtype": _get_dtype_name(parameter.dtype)}
         size += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
-    memory = mapped_memory(file, size)
+    memory = map_memory(file, size)
     for name, parameter in parameters.items():
-        parameter.data = tensor_in(memory, locations[name]).copy_(parameter.data)
+        parameter.data = view_tensor(memory, locations[name]).copy_(parameter.data)
     return locations
 
 
 class WeightReport:
-    """A mixin of vLLM's worker that reports and loads weights; the trainer calls it through ``/collective_rpc``."""
+    """A mixin of vLLM's worker that loads and reports weights; the trainer calls it through ``/collective_rpc``."""
 
     # Attributes and methods of the worker.
     vllm_config: Any
@@ -264,7 +272,7 @@ class WeightReport:
         """Load the safetensors in ``folder`` into the model in place; return the number of loads so far."""
         if not self._copy_weights(folder):
             self.reload_weights(weights_path=folder)
-        self._grpo_loads, self._grpo_sync = self._grpo_loads + 1, _sync_of(Path(folder) / "model.safetensors")
+        self._grpo_loads, self._grpo_sync = self._grpo_loads + 1, _read_sync_number(Path(folder) / "model.safetensors")
         _LOGGER.info("grpo: weights loaded, load %d", self._grpo_loads)
         return self._grpo_loads
 
@@ -275,13 +283,13 @@ class WeightReport:
         again, which takes several times as long.
         """
         config, model = self.vllm_config, self.get_model()
-        parameters = {_plain(name): parameter.data for name, parameter in model.named_parameters()}
+        parameters = {_strip_base_layer(name): parameter.data for name, parameter in model.named_parameters()}
         on_cpu = all(tensor.device.type == "cpu" for tensor in parameters.values())
         if not on_cpu or config.parallel_config.tensor_parallel_size > 1 or config.model_config.use_mla:
             return False
         with safe_open(Path(folder) / "model.safetensors", framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
-            matches = list(matching_rows(tensors, parameters, getattr(model, "packed_modules_mapping", {})))
+            matches = list(match_rows(tensors, parameters, getattr(model, "packed_modules_mapping", {})))
             if any(rows is None for *_, rows in matches) or {name for _, name, _ in matches} != parameters.keys():
                 return False
             for name, _, rows in matches:
@@ -290,28 +298,32 @@ class WeightReport:
         return True
 
     def grpo_count(self, sync: int) -> int:
-        """Record the number of the sync that vLLM's own transfer has finished."""
+        """Store and return the number of the sync that vLLM's own transfer (NCCL) has finished."""
         self._grpo_sync = sync
         return sync
 
-    def _held_sync(self) -> int:
-        """Return the number of the sync that brought the weights. The model of the start may have one too."""
+    def _find_held_sync(self) -> int:
+        """Return the number of the sync that the current weights came from.
+
+        Without a sync since the start, it is the number in the model's file, or 0.
+        """
         if self._grpo_sync is None:
             model = Path(self.vllm_config.model_config.model)
-            self._grpo_sync = _sync_of(model / "model.safetensors")
+            self._grpo_sync = _read_sync_number(model / "model.safetensors")
         return self._grpo_sync
 
     def grpo_share(self, file: str, sync: int) -> dict[str, Any]:
-        """Share the parameters' memory with another process: on CPU, move them into a new memory-mapped ``file``.
+        """Share the parameters' memory with another process; on CPU, move them into a new memory-mapped ``file``.
 
         On a GPU they keep their addresses, which captured CUDA graphs contain. Return ``gpu``, its UUID or None;
-        ``parameters``, the location of each for ``imported`` or ``tensor_in``; and ``packed`` as in ``grpo_weights``.
+        ``parameters``, the location of each for ``import_tensor`` or ``view_tensor``; and ``packed`` as in
+        ``grpo_weights``.
         """
         model = self.get_model()
         parameters = dict(model.named_parameters())
-        gpu = gpu_of(next(iter(parameters.values())))
+        gpu = get_gpu_uuid(next(iter(parameters.values())))
         if gpu:
-            locations = {name: exported(parameter.data) for name, parameter in parameters.items()}
+            locations = {name: export_tensor(parameter.data) for name, parameter in parameters.items()}
         else:
             locations = _move_into_file(parameters, file)
         size = sum(parameter.nbytes for parameter in parameters.values())
@@ -320,25 +332,27 @@ class WeightReport:
         return {"gpu": gpu, "parameters": locations, "packed": dict(getattr(model, "packed_modules_mapping", {}))}
 
     def grpo_weights(self) -> dict[str, Any]:
-        """Report the model's parameters, tied parameters once.
+        """Return a report of the model's parameters, tied ones once, for comparison with the trainer's weights.
 
         ``parameters``: name -> [fingerprint, dtype, unit in bytes]; ``packed``: fused name -> its parts; ``sync``: the
-        number of the sync that brought the weights, 0 for none.
+        number of the sync that the weights came from, 0 for none.
         """
         model = self.get_model()
         parameters: dict[str, list[Any]] = {}
         for name, parameter in model.named_parameters():
-            unit, dtype = unit_of(parameter), _name_of(parameter.dtype)
-            parameters[_plain(name)] = [int(fingerprint(parameter.data, unit)), dtype, unit]
+            unit, dtype = choose_unit(parameter), _get_dtype_name(parameter.dtype)
+            parameters[_strip_base_layer(name)] = [int(fingerprint(parameter.data, unit)), dtype, unit]
         for prefix, module in model.named_modules():
             replicas = getattr(module, "num_kv_head_replicas", 1)
             if replicas > 1 and module.tp_rank % replicas:  # another worker counts these key and value heads
                 for name, parameter in module.named_parameters(recurse=False):
                     if name in ("weight", "bias"):
                         owned = parameter.data[: module.num_heads * module.head_size]  # rows of q
-                        parameters[_plain(f"{prefix}.{name}")][0] = int(fingerprint(owned, unit_of(owned)))
+                        parameters[_strip_base_layer(f"{prefix}.{name}")][0] = int(
+                            fingerprint(owned, choose_unit(owned))
+                        )
         packed = dict(getattr(model, "packed_modules_mapping", {}))
-        return {"parameters": parameters, "packed": packed, "sync": self._held_sync()}
+        return {"parameters": parameters, "packed": packed, "sync": self._find_held_sync()}
 
     def grpo_adapters(self) -> list[int]:
         """Return the ids of the LoRA adapters that are loaded."""
@@ -353,11 +367,11 @@ class WeightReport:
 
         request = LoRARequest(lora_name=folder, lora_int_id=lora_id, lora_path=folder, load_inplace=True)
         loaded = bool(self.add_lora(request))
-        self._grpo_sync = _sync_of(Path(folder) / ADAPTER_WEIGHTS)
+        self._grpo_sync = _read_sync_number(Path(folder) / ADAPTER_WEIGHTS)
         return loaded
 
     def grpo_adapter_weights(self, lora_id: int) -> dict[str, Any]:
-        """Report an adapter as ``grpo_weights`` reports the model: ``<layer>.lora_a``, and the scaled ``.lora_b``.
+        """Return a report of an adapter like ``grpo_weights``: ``<layer>.lora_a``, and the scaled ``<layer>.lora_b``.
 
         vLLM computes with these tensors. They are zero, with fingerprint 0, in layers that the adapter does not change,
         and everywhere if the adapter is not loaded.
@@ -370,8 +384,8 @@ class WeightReport:
             for side in ("lora_a", "lora_b"):
                 for part, stacked in zip(parts, getattr(module, f"{side}_stacked", ()), strict=False):
                     value = int(fingerprint(stacked[slots[0], 0])) if slots else 0
-                    parameters[f"{part}.{side}"] = [value, _name_of(stacked.dtype)]
-        return {"parameters": parameters, "packed": {}, "sync": self._held_sync()}
+                    parameters[f"{part}.{side}"] = [value, _get_dtype_name(stacked.dtype)]
+        return {"parameters": parameters, "packed": {}, "sync": self._find_held_sync()}
 
     def grpo_config(self) -> dict[str, Any]:
         """Return the two settings that TRL usually reads from vLLM's ``/server_info``, which is slow and needs pip."""

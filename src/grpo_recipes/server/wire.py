@@ -1,4 +1,4 @@
-"""The transfer format of completions from the run's server to the trainer: token ids, and a log-prob for each.
+"""Encode completions for the way from the run's server to the trainer: token ids, and a log-prob for each.
 
 An answer is a safetensors file: 8 bytes per token, bit-exact, and as fast to read as a copy. The JSON of an
 OpenAI-compatible server would contain text, tokens as strings, and every log-prob twice.
@@ -30,7 +30,10 @@ class Completions(NamedTuple):
     logprobs: NDArray[np.float32] | None  # (sum of lengths,); None if none were requested
 
     def rows(self) -> tuple[list[list[int]], list[list[list[float]]] | None]:
-        """Return ids, (B, T), and log-probs in TRL's shape, (B, T, 1): TRL has room for several tokens' log-probs."""
+        """Return lists of token ids, (B, T), and log-probs, (B, T, 1), or None without log-probs.
+
+        The last axis is TRL's, which allows the log-probs of several tokens at a position.
+        """
         ends = np.cumsum(self.lengths)[:-1]
         ids = [row.tolist() for row in np.split(self.ids, ends)]
         if self.logprobs is None:
@@ -38,10 +41,10 @@ class Completions(NamedTuple):
         return ids, [row.tolist() for row in np.split(self.logprobs[:, None], ends)]
 
 
-def completions_of(ids_BT: Sequence[Sequence[int]], logprobs_BT: Sequence[Sequence[float]] | None) -> Completions:
-    """Return flat arrays for (B, T) lists of token ids and of log-probs, which may be None.
+def flatten_completions(ids_BT: Sequence[Sequence[int]], logprobs_BT: Sequence[Sequence[float]] | None) -> Completions:
+    """Join (B, T) lists of token ids, and of log-probs unless they are None, to flat arrays.
 
-    Log-probs are limited from below by ``LOWEST_LOGPROB``. Raise ValueError if a token has no log-prob.
+    Log-probs below ``LOWEST_LOGPROB`` are raised to it. Raise ValueError if a token has no log-prob.
     """
     lengths = np.fromiter(map(len, ids_BT), np.int32)
     ids = np.fromiter(chain.from_iterable(ids_BT), np.int32)
@@ -53,13 +56,13 @@ def completions_of(ids_BT: Sequence[Sequence[int]], logprobs_BT: Sequence[Sequen
     return Completions(lengths, ids, np.maximum(logprobs, np.float32(LOWEST_LOGPROB)))
 
 
-def packed(completions: Completions) -> bytes:
-    """Return completions as the bytes of an answer; ``unpacked`` is the inverse."""
+def pack_completions(completions: Completions) -> bytes:
+    """Encode completions as the bytes of an answer, a safetensors file."""
     return save({name: array for name, array in completions._asdict().items() if array is not None})
 
 
-def unpacked(body: bytes) -> Completions:
-    """Return the completions in the body of an answer; raise ValueError if it contains none."""
+def unpack_completions(body: bytes) -> Completions:
+    """Decode the body of an answer to completions; raise ValueError if it contains none or is inconsistent."""
     with translate(SafetensorError, lambda error: ValueError(f"{len(body)} bytes that are not completions ({error})")):
         arrays: dict[str, Any] = load(body)
     completions = Completions(arrays["lengths"], arrays["ids"], arrays.get("logprobs"))

@@ -94,7 +94,7 @@ class OverlappedRollouts(ServerRollouts):
             completions = draw()
         else:
             sample, transfers = self._client.generate, self.transfers
-            with self._client.answering_with(partial(self._answer, sample, requests)):
+            with self._client.replacing_generate(partial(self._answer, sample, requests)):
                 completions = draw()
             if requests and not self._client.is_stopping():
                 if self.guarded and self.transfers != transfers:
@@ -157,7 +157,7 @@ class OverlappedRollouts(ServerRollouts):
         is_last = self._index + 1 >= generations
         prompts = self._prompts(self._epoch + 1, 0) if is_last else self._prompts(self._epoch, self._index + 1)
         name = f"{step + steps}/{trainer._step + self._window}"
-        client = self._client.copy_for(name)
+        client = self._client.copy_for_generation(name)
         options = {key: value for key, value in request.items() if key != "prompts"}
         answer = run_in_thread(partial(client.generate, prompts, **options))
         self._pending = PendingGeneration(name, prompts, step, answer, client)
@@ -217,6 +217,6 @@ class OverlappedRollouts(ServerRollouts):
         """
         current = self._pending
         if current is not None and current is not pending and current.client is not None:
-            current.client.give_up()
+            current.client.abort_generation()
             wait([current.answer], _LOST_SECONDS)
         self._pending = PendingGeneration.from_checkpoint(pending) if isinstance(pending, dict) else pending

@@ -18,7 +18,13 @@ from grpo_recipes.trainer_protocol import Mode
 from grpo_recipes.trainers.metrics import append_json
 from grpo_recipes.trainers.model import local_shard
 from grpo_recipes.trainers.protocol import InnerTrainer
-from grpo_recipes.weights.guard import CALIBRATING_SYNCS, TOLERANCES, WeightsDiffer, calibrated, logprob_error
+from grpo_recipes.weights.guard import (
+    CALIBRATING_SYNCS,
+    TOLERANCES,
+    WeightsDiffer,
+    calibrate_tolerance,
+    describe_logprob_error,
+)
 
 # fp16 starts with gradients times 65536 and halves the factor with each skipped step. After 17 steps it is below 1.
 MOST_SKIPPED = 20
@@ -92,8 +98,8 @@ class Checks:
         self._unproven = difference is None
         tolerance = logprob_tolerance(trainer)
         if trainer.args.weight_guard_tolerance is None:
-            tolerance = calibrated(tolerance, self._healthy)
-        error = error or logprob_error(trainer.rollouts.bridge, difference or 0.0, tolerance)
+            tolerance = calibrate_tolerance(tolerance, self._healthy)
+        error = error or describe_logprob_error(trainer.rollouts.bridge, difference or 0.0, tolerance)
         if error:
             raise WeightsDiffer(f"{error}; step {trainer.state.global_step} was not taken")
         if difference is not None and len(self._healthy) < CALIBRATING_SYNCS:
@@ -122,7 +128,7 @@ class Checks:
         if not trainer.rollouts.probes:
             return trainer.rollouts.checksum_error()
         difference = self._probed_difference()
-        return logprob_error(trainer.rollouts.bridge, difference or 0.0, logprob_tolerance(trainer))
+        return describe_logprob_error(trainer.rollouts.bridge, difference or 0.0, logprob_tolerance(trainer))
 
     def _probed_difference(self) -> float | None:
         """Return the difference on a completion of the last prompt that is sampled for this check, at temperature 1."""

@@ -23,7 +23,7 @@ from grpo_recipes.errors import config_error, translate
 from grpo_recipes.recipe.configs import GRPOConfig, ModelConfig
 from grpo_recipes.trainers.protocol import InnerTrainer
 from grpo_recipes.trainers.rank import shards_weights
-from grpo_recipes.weights.lora import base_name
+from grpo_recipes.weights.lora import get_base_name
 
 
 def as_config_error(
@@ -209,7 +209,7 @@ def merged_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         if model.prefix not in name and "original_module" not in name:
             merged = _merged(layers[name]) if name in layers else parameter.data
-            yield base_name(name).replace(".modules_to_save.default.", "."), merged
+            yield get_base_name(name).replace(".modules_to_save.default.", "."), merged
 
 
 def _adapted_layers(model: PeftModel) -> dict[str, BaseTunerLayer]:

@@ -1,7 +1,10 @@
-"""All weight sync methods by name, and the generation class that uses one of them with TRL's trainer.
+"""List the client class of each weight sync method, and make TRL's trainer use one of them.
 
-with trl_building_client(CLIENTS["file"], args=args, run_dir=run_dir, seed=seed, stop=stop):
-    trl.GRPOTrainer.__init__(trainer, ...)
+TRL's trainer builds its own generation class and its own vLLM client. Inside ``trl_building_client``, it builds
+``ServerGeneration`` with our client instead::
+
+    with trl_building_client(CLIENTS["file"], args=args, run_dir=run_dir, seed=seed, stop=stop):
+        trl.GRPOTrainer.__init__(trainer, ...)
 """
 
 from contextlib import AbstractContextManager
@@ -27,7 +30,7 @@ CLIENTS: dict[str, type[BridgeClient]] = {
 
 
 class ServerGeneration(Generation):
-    """TRL's generation with a server. Rank 0 holds ``client``, which is built with ``settings``."""
+    """TRL's generation with a vLLM server. Rank 0 creates the ``client`` class with ``settings`` as ``vllm_client``."""
 
     vllm_client: BridgeClient
 
@@ -36,7 +39,7 @@ class ServerGeneration(Generation):
         super().__init__(**kwargs)
 
     def _init_vllm(self) -> None:
-        """Connect as TRL does, with our client: TRL builds the class that its module calls ``VLLMClient``."""
+        """Connect as TRL does, with our client class in the place of ``VLLMClient`` in TRL's module."""
         with replaced(vllm_generation, VLLMClient=partial(self._client_class, **self._client_settings)):
             super()._init_vllm()
 
@@ -46,7 +49,7 @@ class ServerGeneration(Generation):
             self.vllm_client.attach(trainer)
 
     def _send_weights(self) -> None:
-        """Stream the parameters as TRL does, or let rank 0's client send the model while the other ranks wait."""
+        """Send each parameter as TRL does, or let rank 0's client send the model while the other ranks wait."""
         if self._client_class.streams:
             super()._send_weights()
             return
@@ -57,5 +60,8 @@ class ServerGeneration(Generation):
 
 
 def trl_building_client(client: type[BridgeClient], **settings: Any) -> AbstractContextManager[None]:
-    """Let TRL's trainer build a ``ServerGeneration`` with this client inside the block."""
+    """Return a context manager in which TRL's trainer builds a ``ServerGeneration`` with this client class.
+
+    ``settings`` are keyword arguments of the client.
+    """
     return replaced(grpo_trainer, VLLMGeneration=partial(ServerGeneration, client=client, settings=settings))

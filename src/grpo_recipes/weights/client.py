@@ -34,10 +34,15 @@ from grpo_recipes.runs.rundir import SERVER_STATE
 from grpo_recipes.runs.server_state import read_server_state, read_server_url, server_listener
 from grpo_recipes.runs.stop_request import POLL_SECONDS, StopRequest
 from grpo_recipes.server.middleware import ACTIVITY_PATH, POLICY_HEADER, SYNCED_PATH
-from grpo_recipes.server.wire import BYTES_PER_TOKEN, COMPLETIONS_PATH, completions_of, unpacked
+from grpo_recipes.server.wire import BYTES_PER_TOKEN, COMPLETIONS_PATH, flatten_completions, unpack_completions
 from grpo_recipes.trainer_protocol import Trainer
 from grpo_recipes.weights.connection import ServerConnection
-from grpo_recipes.weights.guard import WeightsDiffer, checksum_error, differing, sent_fingerprint
+from grpo_recipes.weights.guard import (
+    WeightsDiffer,
+    compute_sent_fingerprint,
+    describe_checksum_error,
+    find_differences,
+)
 from grpo_recipes.weights.sampling import SamplingSeeds
 from grpo_recipes.weights.transport import (
     QUICK_SECONDS,
@@ -67,11 +72,11 @@ _TRL_SAMPLING = {  # TRL's defaults for sampling parameters that the caller does
 
 
 class BridgeClient(SamplingSeeds, ServerConnection):
-    """Send weights to the run's server and sample from it.
+    """Send weights to the run's server and sample from it; the base class of all weight sync methods.
 
-    A subclass implements ``_send``, or ``sync_model`` if it does not stream parameters. If it can serve a restarted
-    server, it also implements ``_resend``, which repeats the last transfer. Sampling seeds of prompts
-    derive from ``seed``, the run's seed. ``None`` leaves sampling to the server's own seed.
+    A subclass implements ``_send``, or ``sync_model`` if it does not stream parameters. If its method works with a
+    restarted server, it also implements ``_resend``, which repeats the last transfer. Sampling seeds of prompts derive
+    from ``seed``, the run's seed. With ``None``, the server uses its own seed.
     """
 
     bridge = ""  # the name in recipes (weight_sync) and messages
@@ -96,12 +101,12 @@ class BridgeClient(SamplingSeeds, ServerConnection):
     # --- settings from the trainer ---------------------------------------------------------------------------------
 
     def attach(self, trainer: Trainer) -> None:
-        """Read the trainer's other properties that the client needs. Called once, on rank 0."""
+        """Read the vocabulary size from the trainer's model. Called once, on rank 0; subclasses read more."""
         embeddings: Any = trainer.model.get_input_embeddings()
         self.vocabulary = embeddings.num_embeddings
 
     def sync_model(self, model: nn.Module) -> None:
-        """Make the server serve this model's weights, if ``streams`` is false."""
+        """Make the server use this model's weights. Implemented by methods with ``streams = False``."""
         raise NotImplementedError
 
     def set_policy_version(self, step: int) -> None:
@@ -109,22 +114,22 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         self.policy_version = step
 
     def expect_other_clients(self, expected: bool) -> None:
-        """Tell the client whether other programs sample from the server, so that it must not pause the engine."""
+        """Set whether other programs sample from the server too. If they do, the client does not pause the engine."""
         self.has_other_clients = expected
 
-    def copy_for(self, generation_name: str) -> Self:
-        """Return a client that samples one generation, also after a stop request: the checkpoint needs it."""
+    def copy_for_generation(self, generation_name: str) -> Self:
+        """Return a copy of the client for a generation that continues after a stop request, for the checkpoint."""
         client = copy.copy(self)
         client.generation_name, client.stop = generation_name, StopRequest(self._run_dir)
         return client
 
-    def give_up(self) -> None:
-        """Let the generation under way end as if the run stopped."""
+    def abort_generation(self) -> None:
+        """Abort the client's running generation, as if the run stopped: the caller then gets placeholders."""
         self._stopping = True
 
     @contextlib.contextmanager
-    def answering_with(self, generate: Callable[..., dict[str, Any]]) -> Iterator[None]:
-        """Let ``generate`` answer the calls of ``self.generate`` inside."""
+    def replacing_generate(self, generate: Callable[..., dict[str, Any]]) -> Iterator[None]:
+        """Replace ``self.generate`` by this function in the block."""
         self.__dict__["generate"] = generate
         try:
             yield
@@ -134,7 +139,10 @@ class BridgeClient(SamplingSeeds, ServerConnection):
     # --- connection and requests -----------------------------------------------------------------------------------
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 0.5) -> None:
-        """Set token and limits of the session, then wait for this run's own server. Reject another server."""
+        """Set token and limits of the session, then wait for the run's own server, at most ``total_timeout`` seconds.
+
+        Raise ServerError if no server answers, or if it serves another run's model.
+        """
         token = Path(os.environ["GRPO_TOKEN_FILE"]).read_text().strip()
         self.base_url = read_server_url(self._state_file) or self.base_url
         self._adapter = ServerAdapter(
@@ -151,9 +159,10 @@ class BridgeClient(SamplingSeeds, ServerConnection):
     def _wait_for(
         self, condition: Callable[[], Answer | None], seconds: float, error: ServerError, pause: float
     ) -> Answer:
-        """Return the first value that is neither None nor False; raise ``error`` after ``seconds``.
+        """Call ``condition`` until its result is neither None nor False, and return the result.
 
-        Raise GenerationAborted if the run stops.
+        Pause ``pause`` seconds between calls. Raise ``error`` after ``seconds``, and GenerationAborted if the run
+        stops.
         """
 
         def holds() -> tuple[Answer] | None:
@@ -169,47 +178,50 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         return result[0]
 
     def get_server_info(self) -> dict[str, Any]:
-        """Return the configuration that TRL needs, from a worker of our server. Another vLLM does not have it."""
+        """Return the configuration that TRL reads, from a worker. Raise ServerError for a foreign vLLM."""
         foreign = "is it one that grpo launch started? Another vLLM of this name cannot take the trainer's weights"
         with (
             translate(BadAnswer, lambda error: ServerError(f"{error}; {foreign}")),
-            self._parsing("/collective_rpc"),
+            self._translate_parse_errors("/collective_rpc"),
         ):
-            return dict(self._through_restarts(partial(self.call_workers, "grpo_config"))[0])
+            return dict(self._repeat_through_restarts(partial(self.call_workers, "grpo_config"))[0])
 
     # --- restarts of the server ------------------------------------------------------------------------------------
 
-    def _through_restarts(self, request: Callable[[], Answer]) -> Answer:
-        """Make a request. If the launcher restarts the server, send the last weights and repeat the request."""
+    def _repeat_through_restarts(self, request: Callable[[], Answer]) -> Answer:
+        """Make a request and return its answer; repeat it after a restart of the server.
+
+        Before the repetition, send the last weights to the new server. Methods that don't support restarts only retry.
+        """
         if ("cpu" if self._args.use_cpu else "cuda") not in SYNC_METHODS[self.bridge].reconnects:
-            return self._retried(request)
+            return self._retry(request)
         while True:
             try:
-                if self._server_changed():
-                    self._retried(self._prepare_next_server)
-                answer = self._retried(request)
+                if self._has_server_changed():
+                    self._retry(self._prepare_next_server)
+                answer = self._retry(request)
             except ServerLost as lost:
-                self._wait_for(partial(self._loss_noticed, lost), _NOTICE_SECONDS, lost, _STATE_SECONDS)
+                self._wait_for(partial(self._is_loss_detected, lost), _NOTICE_SECONDS, lost, _STATE_SECONDS)
             else:
-                if not self._server_changed():  # otherwise a server without the weights may have answered
+                if not self._has_server_changed():  # otherwise a server without the weights may have answered
                     return answer
 
     def _server_state(self) -> tuple[int, str]:
         """Return the number of the run's current server, and its state as the launcher wrote it."""
         return read_server_state(self._state_file)
 
-    def _server_changed(self) -> bool:
-        """Return whether another server than the last known one is up, or will be soon."""
+    def _has_server_changed(self) -> bool:
+        """Return whether the server is not the last known one, or not ready, according to the launcher's state file."""
         return self._server_state() != (self._epoch, "ready")
 
-    def _loss_noticed(self, lost: ServerLost) -> bool:
-        """Return whether the launcher has noticed the loss; raise ``lost`` if no launcher restarts servers."""
+    def _is_loss_detected(self, lost: ServerLost) -> bool:
+        """Return whether the launcher has detected the server's loss; raise ``lost`` if no launcher watches it."""
         if not self._state_file.exists():
             raise lost
-        return self._server_changed()
+        return self._has_server_changed()
 
-    def _server_ready(self) -> bool:
-        """Return whether the next server is up, and note its number; raise ServerError if there will be none."""
+    def _detect_ready_server(self) -> bool:
+        """Return whether the next server is ready, and store its number. Raise ServerError if there is none."""
         epoch, state = self._server_state()
         if state == "gone":
             raise ServerError("the vLLM server is gone and is not started again")
@@ -217,8 +229,8 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         return state == "ready"
 
     def _prepare_next_server(self) -> None:
-        """Wait for the next server, and bring it to the state of the last sync."""
-        self._wait_for_server(self._server_ready)
+        """Wait for the next server, send it the last weights, verify them (WeightsDiffer), empty its cache."""
+        self._wait_for_server(self._detect_ready_server)
         if self._sync:
             self._resend()
             self._verify()
@@ -230,13 +242,13 @@ class BridgeClient(SamplingSeeds, ServerConnection):
     def reconnect(self) -> None:
         """If the server was restarted, wait for it and send it the weights of the last sync.
 
-        For a trainer that waits for completions which other programs request: it does not see a restart by itself.
+        A trainer calls it while other programs request completions: without own requests it would not notice a restart.
         """
         with self._ignoring_failures_while_stopping():
-            self._through_restarts(lambda: None)
+            self._repeat_through_restarts(lambda: None)
 
     def _wait_for_server(self, ready: Callable[[], bool]) -> None:
-        """Wait until the launcher has started the next server, at most for the time that a start may need."""
+        """Wait until ``ready`` is true and the server answers. Raise ServerError after the limit of a server start."""
         limit = self._args.vllm_server_timeout + _MARGIN_SECONDS
         late = ServerError(f"the vLLM server was not ready again after {limit:g} s")
         self._wait_for(ready, limit, late, _STATE_SECONDS)
@@ -245,7 +257,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
     # --- stop requests ---------------------------------------------------------------------------------------------
 
     def is_stopping(self, within: float = 0.0) -> bool:
-        """Return whether the run stops now, or within so many seconds. Then no answer is needed any more."""
+        """Return whether a stop request ends the current work, now or ``within`` so many seconds."""
         deadline = time.monotonic() + within
         while self.stop.may_cut and not self._stopping:
             self._stopping = self.stop.cuts()
@@ -256,7 +268,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
 
     @contextlib.contextmanager
     def _ignoring_failures_while_stopping(self) -> Iterator[None]:
-        """Ignore an error inside if the run stops: the server may have been stopped first."""
+        """Suppress an exception in the block if the run stops: the server may have been stopped first."""
         try:
             yield
         except Exception:
@@ -266,12 +278,12 @@ class BridgeClient(SamplingSeeds, ServerConnection):
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def update_named_params(self, metadata: Metadata, named_params: NamedTensors) -> None:
-        """Send every tensor, materialized one at a time, then verify the server's parameters."""
+        """Send every tensor, materialized one at a time; with the guard, verify them and set ``checksum_error``."""
         with self._ignoring_failures_while_stopping():
             if self._args.weight_guard and not self._held:
-                self._held = self._through_restarts(self._reports)[0]
-            self._send(metadata, self._fingerprinted(named_params) if self._args.weight_guard else named_params)
-            self._through_restarts(self._verify)
+                self._held = self._repeat_through_restarts(self._request_reports)[0]
+            self._send(metadata, self._compute_fingerprints(named_params) if self._args.weight_guard else named_params)
+            self._repeat_through_restarts(self._verify)
         for _ in named_params:  # only if the run stops: the other ranks still gather the remaining tensors
             pass
 
@@ -284,20 +296,20 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         raise NotImplementedError
 
     def _verify(self) -> None:
-        """With the guard, compare the server's parameters with the parameters sent last."""
+        """With the guard, compare the server's parameters with those sent last, and set ``self.checksum_error``."""
         if self._args.weight_guard:
-            reports = self._reports()
-            wrong = differing(self._sent_values(), reports)
-            self.checksum_error = checksum_error(self.bridge, wrong, self._sync, reports)
+            reports = self._request_reports()
+            wrong = find_differences(self._sent_values(), reports)
+            self.checksum_error = describe_checksum_error(self.bridge, wrong, self._sync, reports)
 
     def _sent_values(self) -> dict[str, int]:
         """Return the fingerprint of each parameter that was sent last."""
         return {name: int(value) for name, value in self._streamed.items()}
 
-    def _reports(self) -> list[dict[str, Any]]:
-        """Return each worker's report of its parameters, the result of ``grpo_weights``."""
+    def _request_reports(self) -> list[dict[str, Any]]:
+        """Return each worker's report of its parameters (``grpo_weights``); raise BadAnswer for a malformed one."""
         reports = self.call_workers("grpo_weights")
-        with self._parsing("/collective_rpc"):
+        with self._translate_parse_errors("/collective_rpc"):
             for report in reports:
                 parameters, _, _ = report["parameters"], dict(report["packed"]), int(report["sync"])
                 if not all(type(value) is int and hasattr(torch, dtype) for value, dtype, *_ in parameters.values()):
@@ -306,30 +318,33 @@ class BridgeClient(SamplingSeeds, ServerConnection):
                     raise ValueError("workers that hold different parameters")
         return reports
 
-    def _fingerprinted(self, named_params: NamedTensors) -> NamedTensors:
-        """Yield the tensors and compute their fingerprints: on CPU in a thread, on a GPU in the same stream."""
+    def _compute_fingerprints(self, named_params: NamedTensors) -> NamedTensors:
+        """Yield the tensors, and store their fingerprints: computed on CPU in a thread, on a GPU in its stream."""
         self._streamed = {}
         for name, tensor in named_params:
-            compute = partial(sent_fingerprint, name, tensor, self._held)
+            compute = partial(compute_sent_fingerprint, name, tensor, self._held)
             background = run_in_thread(compute) if tensor.is_cpu else None
             yield name, tensor
             self._streamed[name] = background.result() if background else compute()
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache, also through a restart: blocks of the old weights must not serve the new ones.
+        """Empty the server's prefix cache after a sync, so that blocks of the old weights are not reused.
 
-        This ends a sync: from now on the server answers with the ``policy_version`` of its weights.
+        This ends a sync: from now on the server answers with the ``policy_version`` of its weights. Repeat it after a
+        restart.
         """
         with self._ignoring_failures_while_stopping():
-            self._through_restarts(partial(self._empty_prefix_cache, self.policy_version))
+            self._repeat_through_restarts(partial(self._empty_prefix_cache, self.policy_version))
             self._served_version = self.policy_version
 
     def _empty_prefix_cache(self, version: int | None) -> None:
-        """Empty the cache as TRL does. If another client's request uses it, let the engine recompute that request."""
+        """Empty the cache as TRL does, and send the version. If a running request uses the cache, recompute it."""
         paths = (self.cache_path, f"{self.cache_path}?reset_running_requests=true")
         headers = {} if version is None else {POLICY_HEADER: str(version)}
         if not any(self._post(f"{self.base_url}{path}", headers=headers).get("success") is True for path in paths):
-            raise self._bad_answer(paths[1], "did not empty its prefix cache, which belongs to the previous weights")
+            raise self._make_bad_answer(
+                paths[1], "did not empty its prefix cache, which belongs to the previous weights"
+            )
 
     # --- completions -----------------------------------------------------------------------------------------------
 
@@ -338,24 +353,25 @@ class BridgeClient(SamplingSeeds, ServerConnection):
     ) -> dict[str, list[Any]]:
         """Generate as TRL does, with one request per prompt. With a run seed, each request has its own seed."""
         if features is not None:
-            sample = partial(self._with_images, prompts, features, n, **kwargs)
-            return self._unless_stopping(sample, prompts, n)
-        return self.generate_seeded(prompts, self._seeds(len(prompts)), n=n, **kwargs)
+            sample = partial(self._generate_with_images, prompts, features, n, **kwargs)
+            return self._generate_unless_stopping(sample, prompts, n)
+        return self.generate_seeded(prompts, self._derive_seeds(len(prompts)), n=n, **kwargs)
 
-    def _seeds(self, prompts: int) -> list[int] | None:
-        """Return a sampling seed for each of so many prompts; None in a run without seeds."""
+    def _derive_seeds(self, prompts: int) -> list[int] | None:
+        """Return a sampling seed for each of ``prompts`` prompts; None in a run without seeds."""
         if self._run_seed is None:
             return None
         numbers = range(prompts) if self.seed_numbers is None else self.seed_numbers
-        return [self.seed_of(number) for number in numbers]
+        return [self.derive_prompt_seed(number) for number in numbers]
 
     def generate_seeded(
         self, prompts: Sequence[Any], seeds: Sequence[int] | None, n: int = 1, **kwargs: Any
     ) -> dict[str, list[Any]]:
         """Generate as TRL does, with a request and a seed per prompt. vLLM gives completion k the seed + k.
 
-        With ``seeds=None`` the server uses its own seed. If other clients use the server too, the engine is not
-        paused: its queue would never contain only our completions.
+        With ``seeds=None`` the server uses its own seed. In a run with a seed, the engine is paused until it has all
+        requests. If other clients use the server too, it is not paused: its queue would never contain only our
+        completions.
         """
         extra = kwargs.pop("generation_kwargs", None) or {}
         ordered = self._run_seed is not None and not self.has_other_clients
@@ -374,7 +390,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
                 if ordered:
                     scope = self._engine_paused(len(part) * n)
                 with scope as futures:
-                    futures += self._in_window(sample, part, answers)
+                    futures += self._start_workers(sample, part, answers)
                 for future in futures:
                     future.result()
             joined = [answers[index] for index in range(len(prompts))]
@@ -382,14 +398,15 @@ class BridgeClient(SamplingSeeds, ServerConnection):
             ids = [row for rows, _ in joined for row in rows]
             return {"prompt_ids": list(prompts), "completion_ids": ids, "logprobs": logprobs}
 
-        return self._unless_stopping(sample_all, prompts, n)
+        return self._generate_unless_stopping(sample_all, prompts, n)
 
-    def _in_window(
+    def _start_workers(
         self, sample: Callable[[int], Rows], indices: Sequence[int], answers: dict[int, Rows]
     ) -> list[Future[None]]:
-        """Sample each index, ``max_concurrent_requests`` at a time, and store the answers; return the workers.
+        """Start threads that call ``sample`` for each index and store the results in ``answers``; return their futures.
 
-        After a failure, or if the run stops, no further request is sent.
+        At most ``max_concurrent_requests`` threads run. After a failure, or if the run stops, no further request is
+        sent.
         """
         remaining, workers = iter(indices), list[Future[None]]()
 
@@ -403,50 +420,53 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         return workers
 
     def _completions(self, prompt: Sequence[int], n: int, sampling: dict[str, Any]) -> Rows:
-        """Return ids and log-probs of a prompt's completions; raise BadAnswer unless they match the request."""
+        """Request ``n`` completions of a prompt; return ids and log-probs. Raise BadAnswer for another number."""
         if (regex := sampling.pop("structured_outputs_regex", None)) is not None:
             sampling.setdefault("structured_outputs", {"regex": regex})
         request = {"model": self.model, "prompt": prompt, "n": n, **_TRL_SAMPLING, **sampling}
         self._adapter.allow(MAX_BYTES + BYTES_PER_TOKEN * n * request["max_tokens"])
         answer = self.session.post(f"{self.base_url}{COMPLETIONS_PATH}", json=request)
         if answer.status_code != 200:
-            raise self._rejected(COMPLETIONS_PATH, answer)
-        with self._parsing(COMPLETIONS_PATH):
-            completions = unpacked(answer.content)
+            raise self._make_rejected_error(COMPLETIONS_PATH, answer)
+        with self._translate_parse_errors(COMPLETIONS_PATH):
+            completions = unpack_completions(answer.content)
             check_completions(completions, n, request["max_tokens"], self.vocabulary, request["logprobs"])
             return completions.rows()
 
-    def _with_images(self, prompts: Sequence[Any], features: Any, n: int, **kwargs: Any) -> dict[str, Any]:
-        """Request completions of prompts with images as TRL does."""
+    def _generate_with_images(self, prompts: Sequence[Any], features: Any, n: int, **kwargs: Any) -> dict[str, Any]:
+        """Request completions of prompts with images as TRL does. Raise BadAnswer for an unusable answer."""
         sampling = {**_TRL_SAMPLING, **kwargs, **(kwargs.get("generation_kwargs") or {})}
-        with self._parsing("/inference/v1/generate"):
+        with self._translate_parse_errors("/inference/v1/generate"):
             answer: dict[str, Any] = VLLMClient.generate(self, list(prompts), features, n, **kwargs)
             logprobs = answer["logprobs"] and [[token[0] for token in row] for row in answer["logprobs"]]
-            completions = completions_of(answer["completion_ids"], logprobs)
+            completions = flatten_completions(answer["completion_ids"], logprobs)
             count = len(prompts) * n
             check_completions(completions, count, sampling["max_tokens"], self.vocabulary, sampling["logprobs"])
         return answer
 
     @contextlib.contextmanager
     def _engine_paused(self, completions: int) -> Iterator[list[Future[None]]]:
-        """Pause the engine until all ``completions`` requested inside have arrived, or a request has failed.
+        """Pause the engine until all ``completions`` requested in the block have arrived, or a request has failed.
 
-        The arrival times decide which completions share a forward pass, and that decides the last bits of their
-        log-probs. Pausing also empties the engine's prefix cache.
+        The block adds its requests to the yielded list. The arrival times decide which completions share a forward
+        pass, and that decides the last bits of their log-probs. Pausing also empties the engine's prefix cache.
         """
         futures: list[Future[None]] = []
         self._wait_for_queue(0, futures)  # until the engine has finished or dropped everything else
         self.pause("keep")
         with contextlib.ExitStack() as at_exit:
-            at_exit.callback(self._retried, self.resume)
+            at_exit.callback(self._retry, self.resume)
             yield futures
             self._wait_for_queue(completions, futures)
 
     def _wait_for_queue(self, completions: int, futures: Sequence[Future[Any]]) -> None:
-        """Wait until the engine has so many unfinished completions. A paused engine counts them too."""
+        """Wait until the engine has ``completions`` unfinished completions, or one of ``futures`` is done.
+
+        A paused engine counts them too. Raise ServerLost after the time limit of a request.
+        """
 
         def queued() -> bool:
-            with self._parsing(ACTIVITY_PATH):
+            with self._translate_parse_errors(ACTIVITY_PATH):
                 unfinished = int(self._get(f"{self.base_url}{ACTIVITY_PATH}")["completions"])
             return unfinished == completions or any(future.done() for future in futures)
 
@@ -454,12 +474,15 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         lost = ServerLost(f"the vLLM server did not take up {completions} completions within {limit:g} s")
         self._wait_for(queued, limit, lost, _QUEUE_SECONDS)
 
-    def _unless_stopping(
+    def _generate_unless_stopping(
         self, sample: Callable[[], dict[str, Any]], prompts: Sequence[Any], n: int
     ) -> dict[str, list[Any]]:
-        """Return the server's completions. If the run stops, return placeholders, since other ranks wait for them."""
+        """Return the result of ``sample``. If the run stops, abort it and return placeholders of one token.
+
+        Other ranks wait for the completions.
+        """
         if not self.is_stopping():
-            answer = run_in_thread(partial(self._through_restarts, sample))
+            answer = run_in_thread(partial(self._repeat_through_restarts, sample))
             while not wait([answer], POLL_SECONDS).done and not self.is_stopping():
                 pass
             if not self._stopping and (answer.exception() is None or not self.is_stopping(_SIGNAL_SECONDS)):
@@ -469,7 +492,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         return {"prompt_ids": list(prompts), "completion_ids": [[0]] * rows, "logprobs": [[[0.0]]] * rows}
 
     def _abort(self, generation: Future[Any]) -> None:
-        """End the generation under way; do not wait longer than 10 seconds for a server that hangs."""
+        """Tell the server to abort its running requests, until ``generation`` has ended or 10 seconds have passed."""
         deadline = time.monotonic() + _ABORT_SECONDS
         while True:  # repeat: the engine does not abort a request that has not reached it yet
             with contextlib.suppress(Exception):  # a dead server has no generation to abort

@@ -1,4 +1,7 @@
-"""vLLM inside the training processes: TRL's generation with the guard, a seed per prompt, and CPU weight loads."""
+"""Run vLLM inside the training processes: TRL's generation with a weight check, a seed per prompt, and stop requests.
+
+The weights are loaded layer by layer, which also works on CPU.
+"""
 
 from contextlib import AbstractContextManager
 from functools import partial
@@ -15,7 +18,7 @@ from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.learning import served_dtype
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.weights.generation import Generation, Tensors
-from grpo_recipes.weights.guard import checksum_error, differing, sent_fingerprint
+from grpo_recipes.weights.guard import compute_sent_fingerprint, describe_checksum_error, find_differences
 from grpo_recipes.weights.sampling import SamplingSeeds
 
 if TYPE_CHECKING:
@@ -27,8 +30,8 @@ BRIDGE = "colocate"  # the name in messages of the guard
 class ColocatedGeneration(SamplingSeeds, Generation):
     """TRL's generation with a vLLM engine in each training process.
 
-    Sampling seeds of prompts derive from ``run_seed``. ``None`` leaves sampling to vLLM's own seed. If the run is asked
-    to stop, the generation under way is given up.
+    Sampling seeds of prompts derive from ``run_seed``. With ``None``, vLLM uses its own seed. If ``stop`` is requested,
+    a running generation ends early with missing completions.
     """
 
     llm: "Engine"
@@ -47,7 +50,7 @@ class ColocatedGeneration(SamplingSeeds, Generation):
         set_seed(args.seed + self.accelerator.process_index // self.tensor_parallel_size)
 
     def _init_vllm(self) -> None:
-        """Build the engine as TRL does, with our class: TRL builds the class that its module calls ``LLM``."""
+        """Build the engine as TRL does, with our class in the place of ``LLM`` in TRL's module."""
         # Processes that sample together would not stop at the same token.
         stops = self._stop.cuts if self.tensor_parallel_size == 1 else None
         with replaced(vllm_generation, LLM=partial(_make_engine, self._args, stops)):
@@ -56,32 +59,38 @@ class ColocatedGeneration(SamplingSeeds, Generation):
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def _send_weights(self) -> None:
-        """Load the weights as TRL does, but layer by layer; with the guard, compare vLLM's parameters afterwards."""
+        """Load the weights as TRL does, but layer by layer.
+
+        With the weight guard, compare vLLM's parameters afterwards and set ``checksum_error``.
+        """
         super()._send_weights()
         self.transfers += 1
         if self._guards:
             sent = {name: int(value) for name, value in self._sent.items()}
-            self.checksum_error = checksum_error(BRIDGE, differing(sent, self._reports()))
+            self.checksum_error = describe_checksum_error(BRIDGE, find_differences(sent, self._request_reports()))
 
     def _iter_named_params(self) -> Tensors:
-        """Yield the parameters inside vLLM's own layerwise reload: on CPU its parameters have no weight loaders."""
+        """Yield the parameters inside vLLM's own layerwise reload, and store their fingerprints for the guard.
+
+        The reload is needed because on CPU vLLM's parameters have no weight loaders.
+        """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         worker = self.llm.llm_engine.model_executor.driver_worker
         model = worker.model_runner.model
         if self._guards and not self._held:
-            self._held = self._reports()[0]
+            self._held = self._request_reports()[0]
         with set_current_vllm_config(worker.vllm_config):
             initialize_layerwise_reload(model)
             for name, tensor in super()._iter_named_params():
                 if self._guards:
-                    self._sent[name] = sent_fingerprint(name, tensor, self._held)
+                    self._sent[name] = compute_sent_fingerprint(name, tensor, self._held)
                 yield name, tensor
             finalize_layerwise_reload(model, worker.model_runner.model_config)
 
-    def _reports(self) -> list[dict[str, Any]]:
-        """Return ``grpo_weights`` of each rank that holds a part of this rank's model."""
+    def _request_reports(self) -> list[dict[str, Any]]:
+        """Return the report ``grpo_weights`` of each rank that has a part of this rank's vLLM model."""
         (report,) = self.llm.collective_rpc("grpo_weights")
         if self.tensor_parallel_size == 1:
             return [report]
@@ -92,7 +101,7 @@ class ColocatedGeneration(SamplingSeeds, Generation):
     # --- completions -----------------------------------------------------------------------------------------------
 
     def generate(self, prompts: list[Any], images: Any, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:
-        """Generate as TRL does. With a run seed, each row of all ranks gets the seed that a server would use."""
+        """Generate as TRL does. In a run with a seed, each row of all ranks gets the seed that a server would use."""
         if self._run_seed is None:
             return tuple(super().generate(prompts, images, num_generations, profiler))
         group = self.accelerator.process_index // self.tensor_parallel_size
@@ -100,20 +109,20 @@ class ColocatedGeneration(SamplingSeeds, Generation):
         def seeds(count: int) -> list[int]:
             rows = range(group * count, (group + 1) * count)
             if self.seed_numbers is not None:
-                return [self.seed_of(self.seed_numbers[row]) for row in rows]
-            return [self.seed_of(row // num_generations) + row % num_generations for row in rows]
+                return [self.derive_prompt_seed(self.seed_numbers[row]) for row in rows]
+            return [self.derive_prompt_seed(row // num_generations) + row % num_generations for row in rows]
 
         with self.llm.seeding_rows(seeds):
             return tuple(super().generate(prompts, images, num_generations, profiler))
 
 
 def trl_building_colocated(**settings: Any) -> AbstractContextManager[None]:
-    """Let TRL's trainer build a ``ColocatedGeneration`` with these settings inside the block."""
+    """Return a context manager in which TRL's trainer builds a ``ColocatedGeneration`` with these settings."""
     return replaced(grpo_trainer, VLLMGeneration=partial(ColocatedGeneration, **settings))
 
 
 def _make_engine(args: GRPOConfig, stops: Any, **kwargs: Any) -> "Engine":
-    """Build the engine with TRL's arguments and the options of our server."""
+    """Build the engine with TRL's arguments and the options that the launcher gives to a vLLM server."""
     from grpo_recipes.weights.engine import Engine  # imported here: runs with a server need no vLLM in the trainer
 
     mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
@@ -125,7 +134,7 @@ def _make_engine(args: GRPOConfig, stops: Any, **kwargs: Any) -> "Engine":
         # Without chunks, a scheduler batch must hold the longest prompt: vLLM's default size, not TRL's 4096.
         kwargs |= {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": None}
     engine = Engine(**kwargs)
-    engine.stop_if(stops)
+    engine.abort_when(stops)
     # The process shuts down torch.distributed itself; afterwards vLLM could not leave its groups.
     core: Any = engine.llm_engine.engine_core
     core._finalizer.atexit = False

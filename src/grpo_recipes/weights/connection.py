@@ -22,14 +22,17 @@ _MAX_TEXT = 200  # characters of an answer quoted in a message
 
 
 class ServerConnection(VLLMClient):
-    """Send requests to the vLLM server of the run in ``_run_dir``, and check its answers."""
+    """Send requests to the vLLM server of the run in ``_run_dir``, and raise BadAnswer for unusable answers."""
 
     base_url: str
     session: requests.Session
     _run_dir: Path
 
     def served_names(self) -> list[str] | None:
-        """Return the names of the served models, or None if no vLLM server answers."""
+        """Return the names of the served models, or None if no vLLM server answers. Raise nothing.
+
+        If the server rejects the token, the list has one text that says so.
+        """
         with contextlib.suppress(ServerError, LookupError, TypeError, ValueError):  # another program may answer
             answer = self.session.get(f"{self.base_url}/v1/models", timeout=QUICK_SECONDS)
             if answer.status_code == 401:
@@ -39,50 +42,50 @@ class ServerConnection(VLLMClient):
         return None
 
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call a method of every worker of the server; return one result per worker."""
+        """Call a method of every worker; return one result per worker. Raise BadAnswer without results."""
         answer = self._post(f"{self.base_url}/collective_rpc", json={"method": method, "kwargs": kwargs})
         if not (isinstance(results := answer.get("results"), list) and results):
-            raise self._bad_answer("/collective_rpc", f"gave no results of {method}")
+            raise self._make_bad_answer("/collective_rpc", f"gave no results of {method}")
         return results
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
-        return self._content(url, self.session.post(url, **kwargs))
+        return self._parse_answer(url, self.session.post(url, **kwargs))
 
     def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
-        return self._content(url, self.session.get(url, **kwargs))
+        return self._parse_answer(url, self.session.get(url, **kwargs))
 
-    def _content(self, url: str, answer: requests.Response) -> dict[str, Any]:
+    def _parse_answer(self, url: str, answer: requests.Response) -> dict[str, Any]:
         """Return the JSON object of an answer; raise BadAnswer for anything else."""
         content = load_json_mapping(answer.content)
         if answer.status_code != 200 or content is None:
-            raise self._rejected(url.removeprefix(self.base_url), answer)
+            raise self._make_rejected_error(url.removeprefix(self.base_url), answer)
         return content
 
-    def _rejected(self, path: str, answer: requests.Response) -> BadAnswer:
-        """Return the error for an answer with an error status."""
+    def _make_rejected_error(self, path: str, answer: requests.Response) -> BadAnswer:
+        """Return a BadAnswer for an answer with an error status, with the status and the start of its text."""
         text = " ".join(answer.text[:_MAX_TEXT].split()) or "nothing"
-        return self._bad_answer(path, f"answered {answer.status_code}: {text}")
+        return self._make_bad_answer(path, f"answered {answer.status_code}: {text}")
 
-    def _bad_answer(self, path: str, problem: str) -> BadAnswer:
-        """Return the error for an unusable answer, with the path of the server's log."""
+    def _make_bad_answer(self, path: str, problem: str) -> BadAnswer:
+        """Return a BadAnswer for an unusable answer, with the path of the server's log."""
         processes = Run(self._run_dir).plan.get("processes", [])
         logs = [process["log"] for process in processes if process.get("role") == "server" and "log" in process]
         return BadAnswer(
             f"the vLLM server at {self.base_url} {problem} (in {path}; log: {logs[0] if logs else 'its own'})"
         )
 
-    def _parsing(self, path: str) -> contextlib.AbstractContextManager[None]:
-        """Raise BadAnswer if the code inside, which reads an answer, finds something unexpected."""
+    def _translate_parse_errors(self, path: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager that turns errors of parsing an answer, such as KeyError, into BadAnswer."""
         kinds = (LookupError, TypeError, ValueError, AttributeError)
 
         def bad_answer(error: Exception) -> BadAnswer:
             text = str(error) if type(error) is ValueError else repr(error)
-            return self._bad_answer(path, f"gave no usable answer: {text[:_MAX_TEXT]}")
+            return self._make_bad_answer(path, f"gave no usable answer: {text[:_MAX_TEXT]}")
 
         return translate(kinds, bad_answer)
 
-    def _retried(self, request: Callable[[], Answer]) -> Answer:
-        """Make a request, and repeat it a few times after bad answers."""
+    def _retry(self, request: Callable[[], Answer]) -> Answer:
+        """Call ``request`` up to 3 times, with growing pauses after a BadAnswer; raise the last BadAnswer."""
         for attempt in range(1, _ATTEMPTS):
             with contextlib.suppress(BadAnswer):
                 return request()
@@ -90,9 +93,12 @@ class ServerConnection(VLLMClient):
         return request()
 
     def pause(self, mode: str, timeout: float | None = None) -> None:
-        """Stop the engine and ``keep`` its requests for later, or ``abort`` them. It still collects new requests."""
+        """Pause the engine. ``mode`` is "keep" or "abort" for its running requests, or "wait" until they have ended.
+
+        New requests are queued.
+        """
         self._post(f"{self.base_url}/pause", params={"mode": mode}, timeout=timeout)
 
     def resume(self, timeout: float | None = None) -> None:
-        """Let a paused engine continue."""
+        """Let a paused engine continue with its queued requests."""
         self._post(f"{self.base_url}/resume", timeout=timeout)

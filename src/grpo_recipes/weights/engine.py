@@ -1,4 +1,4 @@
-"""vLLM's engine inside the training processes, with a seed per row and batches that can be given up."""
+"""Extend vLLM's ``LLM`` class: a seed for each row, and batches that can be aborted."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,18 +11,21 @@ from grpo_recipes.attributes import replaced
 
 
 class Engine(LLM):
-    """vLLM's engine, which can sample each row of a batch with its own seed and give up a batch."""
+    """vLLM's ``LLM``, which can sample each row of a batch with its own seed and abort a batch."""
 
     _row_seeds: Callable[[int], Sequence[int]] | None = None
     _stops: Callable[[], bool] | None = None
 
-    def stop_if(self, stops: Callable[[], bool] | None) -> None:
-        """Give up the batch under way as soon as ``stops()`` is true. Its unfinished rows are then missing."""
+    def abort_when(self, stops: Callable[[], bool] | None) -> None:
+        """Set a function that is called before each engine step: once it returns True, the running batch is aborted.
+
+        Unfinished rows are then missing from the result. None removes the function.
+        """
         self._stops = stops
 
     @contextmanager
     def seeding_rows(self, seeds: Callable[[int], Sequence[int]]) -> Iterator[None]:
-        """Sample a batch of ``n`` rows inside with the seeds ``seeds(n)``."""
+        """In the block, sample each row of a batch of ``n`` rows with its own seed from ``seeds(n)``."""
         self._row_seeds = seeds
         try:
             yield
@@ -37,10 +40,11 @@ class Engine(LLM):
                 row.seed = seed
             sampling_params = rows
             self.reset_prefix_cache()  # a cache hit changes the last bits, and a resumed run would not have it
-        with replaced(self.llm_engine, step=partial(self._step, self.llm_engine.step)):
+        with replaced(self.llm_engine, step=partial(self._step_unless_stopped, self.llm_engine.step)):
             return super().generate(prompts, sampling_params=sampling_params, **kwargs)
 
-    def _step(self, step: Callable[[], Any]) -> Any:
+    def _step_unless_stopped(self, step: Callable[[], Any]) -> Any:
+        """Run an engine step and return its outputs. If a stop is requested, abort all requests and return none."""
         if self._stops and self._stops():
             self.llm_engine.abort_request(list(self.llm_engine.output_processor.request_states), internal=True)
             return []

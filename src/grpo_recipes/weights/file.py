@@ -1,4 +1,7 @@
-"""``weight_sync: file``: safetensors in a folder that trainer and server both see, usually shared memory."""
+"""Send weights by ``weight_sync: file``: a safetensors file in a folder that trainer and server both see.
+
+The folder is usually in shared memory. The server reloads the file after each write.
+"""
 
 import errno
 import json
@@ -20,7 +23,7 @@ _ALIGNMENT = 8  # bytes; the format requires that tensors start at a multiple
 
 
 class FileClient(BridgeClient):
-    """Write safetensors to a folder that trainer and server both see, and let the server reload them."""
+    """Write the weights as safetensors to ``GRPO_SYNC_DIR``, and let the server reload them."""
 
     bridge = "file"
 
@@ -30,7 +33,7 @@ class FileClient(BridgeClient):
     def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
         self._sync += 1
         write_weights(Path(os.environ["GRPO_SYNC_DIR"]), metadata, named_params, self._sync)
-        self._through_restarts(self._resend)
+        self._repeat_through_restarts(self._resend)
 
     def _resend(self) -> None:
         self.call_workers("grpo_load", folder=os.environ["GRPO_SYNC_DIR"])

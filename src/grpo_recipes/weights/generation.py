@@ -1,4 +1,4 @@
-"""TRL's ``VLLMGeneration`` with the hooks that TRL does not have: a source of parameters, and code around each sync.
+"""Extend TRL's ``VLLMGeneration`` with hooks that TRL does not have: a source of parameters, and code around each sync.
 
 ``bridges.ServerGeneration`` samples from the run's server. ``colocated.ColocatedGeneration`` has vLLM in this process.
 """
@@ -24,15 +24,15 @@ class Generation(VLLMGeneration):
         """Connect the generation to the trainer. Called once, on every rank."""
 
     def stream_parameters_from(self, source: Callable[[], Tensors]) -> None:
-        """Send the parameters that ``source`` yields instead of the model's own."""
+        """Let each sync send the parameters that ``source`` yields instead of the model's own."""
         self._parameter_source = source
 
     def wrap_sync(self, wrapper: Callable[[Sync], Sync]) -> None:
-        """Replace each sync by ``wrapper(sync)``. The last wrapper is the outermost."""
+        """Let each later sync run ``wrapper(sync)`` instead of ``sync``. The last added wrapper is the outermost."""
         self._sync_wrappers = (*self._sync_wrappers, wrapper)
 
     def sync_weights(self) -> None:
-        """Send the weights to vLLM."""
+        """Send the weights to vLLM, with the wrappers of ``wrap_sync`` around the transfer."""
         sync: Sync = self._send_weights
         for wrapper in self._sync_wrappers:
             sync = wrapper(sync)

@@ -1,8 +1,8 @@
-"""Prove that the server serves the trainer's weights, by a checksum and by its log-probs; otherwise the run stops.
+"""Check that the server uses the trainer's weights, by a checksum and by its log-probs; otherwise the run stops.
 
-Servers exist that answer 200 and serve other weights. At RL learning rates, about 99 % of bf16 weights do not change in
-a step, so log-probs cannot detect bf16 weights that are one step old; the checksum can. The checksum cannot detect a
-server that holds the right weights and computes with others; the log-probs can.
+Some servers answer 200 to a weight update and still use other weights. At RL learning rates, about 99 % of bf16 weights
+do not change in a step, so log-probs cannot detect bf16 weights that are one step old; the checksum can. The checksum
+cannot detect a server that stores the right weights and computes with others; the log-probs can.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from grpo_recipes.server.plugin import fingerprint, matching_name, unit_of
+from grpo_recipes.server.plugin import choose_unit, find_server_name, fingerprint
 
 _WRAP = 1 << 64
 
@@ -23,20 +23,23 @@ _MARGIN, _LOWEST = 10.0, 0.1  # multiple of the largest calibrating difference; 
 
 
 class WeightsDiffer(RuntimeError):
-    """The server does not serve the trainer's weights; no update was computed from its samples."""
+    """Raised if vLLM does not use the trainer's weights; no update was computed from its samples."""
 
 
-def sent_fingerprint(name: str, tensor: torch.Tensor, report: Mapping[str, Any]) -> torch.Tensor:
-    """Return the fingerprint of a tensor on its device, in the dtype and units of a worker's ``grpo_weights()``."""
-    server_name = matching_name(name, report["parameters"], report["packed"])
+def compute_sent_fingerprint(name: str, tensor: torch.Tensor, report: Mapping[str, Any]) -> torch.Tensor:
+    """Return the fingerprint of a sent tensor, on its device, for comparison with a worker's report (``grpo_weights``).
+
+    The dtype and the unit are those of the server's parameter with this name, if there is one.
+    """
+    server_name = find_server_name(name, report["parameters"], report["packed"])
     if server_name is None:
-        return fingerprint(tensor, unit_of(tensor))
+        return fingerprint(tensor, choose_unit(tensor))
     _, dtype, *unit = report["parameters"][server_name]
     return fingerprint(tensor.to(getattr(torch, dtype)), *unit)
 
 
-def differing(streamed: Mapping[str, int], reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the server's parameters that differ from the trainer's.
+def find_differences(streamed: Mapping[str, int], reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the server's parameters that differ from the trainer's; an empty list if all are equal.
 
     ``streamed`` has the trainer's fingerprints in the server's dtype, ``reports`` every worker's ``grpo_weights()``.
     """
@@ -44,7 +47,7 @@ def differing(streamed: Mapping[str, int], reports: Sequence[Mapping[str, Any]])
     expected: dict[str, int] = {}
     unmatched_sum = 0
     for name, value in streamed.items():
-        server_name = matching_name(name, parameters, packed)
+        server_name = find_server_name(name, parameters, packed)
         if server_name is None:
             unmatched_sum += value
         else:
@@ -63,10 +66,10 @@ def differing(streamed: Mapping[str, int], reports: Sequence[Mapping[str, Any]])
     return wrong
 
 
-def checksum_error(
+def describe_checksum_error(
     bridge: str, wrong: Sequence[str], sync: int = 0, reports: Sequence[Mapping[str, Any]] = ()
 ) -> str | None:
-    """Return the message for a failed checksum, or for workers with another sync than ``sync``, or None.
+    """Return an error message if parameters are ``wrong`` or a worker has another sync than ``sync``, else None.
 
     ``sync`` is the number of the last sync. With 0, the workers' numbers are not compared.
     """
@@ -81,7 +84,7 @@ def checksum_error(
     return f"weights did not reach the server through the '{bridge}' bridge: {'; '.join(problems)}"
 
 
-def calibrated(tolerance: float, healthy: Sequence[float]) -> float:
+def calibrate_tolerance(tolerance: float, healthy: Sequence[float]) -> float:
     """Return a dtype's tolerance, lowered to ten times the largest difference of a run's first healthy syncs.
 
     ``healthy`` has the mean |log p_trainer - log p_server| of each such sync. With fewer than ``CALIBRATING_SYNCS``
@@ -93,8 +96,8 @@ def calibrated(tolerance: float, healthy: Sequence[float]) -> float:
     return min(tolerance, max(_MARGIN * max(healthy), _LOWEST * tolerance))
 
 
-def logprob_error(bridge: str, difference: float, tolerance: float) -> str | None:
-    """Return the message for log-probs that disagree, or None."""
+def describe_logprob_error(bridge: str, difference: float, tolerance: float) -> str | None:
+    """Return an error message if the mean log-prob ``difference`` exceeds ``tolerance``, else None."""
     if difference <= tolerance:
         return None
     return (

@@ -1,4 +1,4 @@
-"""``weight_sync: lora``: send only the adapter; the server loads it under one name next to its base model."""
+"""Send weights by ``weight_sync: lora``: only the adapter is sent, and the server loads it next to its base model."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ from torch import nn
 
 from grpo_recipes.server.plugin import ADAPTER_WEIGHTS, SYNC, fingerprint
 from grpo_recipes.weights.client import BridgeClient
-from grpo_recipes.weights.guard import checksum_error, differing, sent_fingerprint
+from grpo_recipes.weights.guard import compute_sent_fingerprint, describe_checksum_error, find_differences
 from grpo_recipes.weights.transport import ADAPTER
 
 _PEFT_NAME = "default"  # name of the adapter in the trained model
@@ -23,10 +23,11 @@ _LOAD_PATH = "/v1/load_lora_adapter"
 
 
 class LoraClient(BridgeClient):
-    """Sample from the adapter. A request for the base model still gets the base model.
+    """Write the LoRA adapter to a folder, let the server load it, and sample from it.
 
     The server knows the adapter by a link to the newest folder. vLLM's own request loads it once, and afterwards each
-    worker loads it: if that request sets ``load_inplace``, vLLM reads the adapter again in every forward pass.
+    worker loads it: if that request sets ``load_inplace``, vLLM reads the adapter again in every forward pass. A
+    request for the base model still gets the base model.
     """
 
     bridge = "lora"
@@ -50,7 +51,7 @@ class LoraClient(BridgeClient):
 
     @contextmanager
     def using_base_model(self) -> Iterator[None]:
-        """Sample from the untrained base model inside."""
+        """Sample from the untrained base model in the block."""
         outside, self.samples_base = self.samples_base, True
         try:
             yield
@@ -61,25 +62,27 @@ class LoraClient(BridgeClient):
         """Do nothing: the server reads files."""
 
     def sync_model(self, model: nn.Module) -> None:
-        """Write the adapter, let the server load it, and verify it."""
+        """Write the adapter, let the server load it, verify it, and delete the previous adapter's folder."""
         assert isinstance(model, PeftModel)
         with self._ignoring_failures_while_stopping():
             self._model = model
             self._sync += 1
-            self._write(model, self._folder(self._sync))
-            self._through_restarts(self._resend)
-            self._through_restarts(self._verify)
+            self._write_adapter(model, self._folder(self._sync))
+            self._repeat_through_restarts(self._resend)
+            self._repeat_through_restarts(self._verify)
             shutil.rmtree(self._folder(self._sync - 1), ignore_errors=True)
 
     @property
     def _link(self) -> Path:
+        """The link in ``GRPO_SYNC_DIR`` that points to the newest adapter folder."""
         return Path(os.environ["GRPO_SYNC_DIR"]) / "adapter"
 
     def _folder(self, number: int) -> Path:
+        """Return the path of the adapter folder of the sync with this number."""
         return self._link.with_name(f"adapter-{number}")
 
-    def _write(self, model: PeftModel, folder: Path) -> None:
-        """Write the adapter's files into a new folder, then point the link to it."""
+    def _write_adapter(self, model: PeftModel, folder: Path) -> None:
+        """Write the adapter's weights and config into a new folder, then point the link to it."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors = get_peft_model_state_dict(model, save_embedding_layers=False)
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -91,58 +94,61 @@ class LoraClient(BridgeClient):
         link.replace(self._link)
 
     def _resend(self) -> None:
-        """Let the server load the link's target. A server that does not know the adapter first learns its name."""
+        """Let the server load the adapter that the link points to; register its name first on a new server."""
         if ADAPTER not in (self.served_names() or ()):
             self._register_adapter()
         self.call_workers("grpo_load_adapter", folder=str(self._link), lora_id=self._lora_id)
 
     def _register_adapter(self) -> None:
-        """Load the adapter by vLLM's own request, which gives it its name and id."""
+        """Load the adapter by vLLM's own request, which assigns its name and id, and store the id."""
         request = {"lora_name": ADAPTER, "lora_path": str(self._link)}
         answer = self.session.post(f"{self.base_url}{_LOAD_PATH}", json=request)  # the answer is plain text
         if answer.status_code != 200:
             text = " ".join(answer.text[:500].split())
-            raise self._bad_answer(_LOAD_PATH, f"answered {answer.status_code}: {text}")
-        with self._parsing("/collective_rpc"):
+            raise self._make_bad_answer(_LOAD_PATH, f"answered {answer.status_code}: {text}")
+        with self._translate_parse_errors("/collective_rpc"):
             self._lora_id = max(self.call_workers("grpo_adapters")[0])
         self.model = ADAPTER
 
     def _verify(self) -> None:
-        """Verify the server's adapter, and once for each server its base model."""
+        """Compare adapter and, once per server, base model with the trainer's; set ``checksum_error``."""
         if not self._args.weight_guard:
             return
         assert self._model is not None
         wrong: list[str] = []
         if self._proven != self._epoch:
-            reports = self._reports()
-            base = {name: sent_fingerprint(name, tensor, reports[0]) for name, tensor in base_parameters(self._model)}
-            wrong += differing({name: int(value) for name, value in base.items()}, reports)
+            reports = self._request_reports()
+            base = {
+                name: compute_sent_fingerprint(name, tensor, reports[0])
+                for name, tensor in iterate_base_parameters(self._model)
+            }
+            wrong += find_differences({name: int(value) for name, value in base.items()}, reports)
         reports = self.call_workers("grpo_adapter_weights", lora_id=self._lora_id)
-        with self._parsing("/collective_rpc"):
+        with self._translate_parse_errors("/collective_rpc"):
             dtype = getattr(torch, next(iter(reports[0]["parameters"].values()))[1])
-            sent = {name: int(fingerprint(tensor)) for name, tensor in _served_adapter(self._model, dtype)}
-            wrong += differing(sent, reports)
-            self.checksum_error = checksum_error(self.bridge, wrong, self._sync, reports)
+            sent = {name: int(fingerprint(tensor)) for name, tensor in _iterate_served_adapter(self._model, dtype)}
+            wrong += find_differences(sent, reports)
+            self.checksum_error = describe_checksum_error(self.bridge, wrong, self._sync, reports)
         self._proven = 0 if wrong else self._epoch
 
 
-def base_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters under the adapter, by their names in the model without an adapter."""
+def iterate_base_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the base model's parameters (without the adapter's), by their names in the model without an adapter."""
     for name, parameter in model.named_parameters():
         if model.prefix not in name and "original_module" not in name:
-            yield base_name(name), parameter
+            yield get_base_name(name), parameter
 
 
-def base_name(name: str) -> str:
-    """Return the name that a layer or parameter has in the model without an adapter."""
+def get_base_name(name: str) -> str:
+    """Return a layer's or parameter's name in the model without an adapter, given its name in the PEFT model."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
-def _served_adapter(model: PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield both factors of each adapted layer as vLLM stores them: in its dtype, the second with the scaling."""
+def _iterate_served_adapter(model: PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield both LoRA factors of each adapted layer as vLLM stores them: in ``dtype``, the second times the scaling."""
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
             factors: Any = (layer.lora_A[_PEFT_NAME], layer.lora_B[_PEFT_NAME])
             first, second = (factor.weight.detach().to(dtype) for factor in factors)
-            yield f"{base_name(name)}.lora_a", first
-            yield f"{base_name(name)}.lora_b", second * layer.scaling[_PEFT_NAME]
+            yield f"{get_base_name(name)}.lora_a", first
+            yield f"{get_base_name(name)}.lora_b", second * layer.scaling[_PEFT_NAME]

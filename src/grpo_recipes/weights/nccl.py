@@ -1,4 +1,4 @@
-"""``weight_sync: nccl``: TRL's native transfer between the trainer's and the server's GPUs."""
+"""Send weights by ``weight_sync: nccl``: TRL's native transfer between the trainer's and the server's GPUs."""
 
 import os
 from typing import Any
@@ -24,7 +24,7 @@ class NcclClient(BridgeClient):
         phase.enter("start", 0)
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
-        """Post as every client does, and print immediately why a step of a transfer failed.
+        """Post as every client does; if a step of a weight transfer fails, also print the error at once.
 
         The server has then left the collective, and this process may wait for it until the launcher ends the run.
         """

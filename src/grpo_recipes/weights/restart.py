@@ -16,7 +16,7 @@ from grpo_recipes.runs.rundir import NEWEST_MODEL, read_json
 from grpo_recipes.trainer_protocol import Trainer
 from grpo_recipes.weights.client import BridgeClient, Metadata, NamedTensors
 from grpo_recipes.weights.file import write_weights
-from grpo_recipes.weights.guard import differing
+from grpo_recipes.weights.guard import find_differences
 
 
 class RestartClient(BridgeClient):
@@ -36,15 +36,21 @@ class RestartClient(BridgeClient):
         """Do nothing: the server reads files when it starts."""
 
     def attach(self, trainer: Trainer) -> None:
-        """Note the objects that are saved next to the weights."""
+        """Store the model's configs and the tokenizer, which each sync saves next to the weights."""
         super().attach(trainer)
         model = trainer.accelerator.unwrap_model(trainer.model)
         self._saved_parts = [model.config, model.generation_config, trainer.processing_class]
 
     def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
+        """Write the complete model to a new folder, point the link to it, and wait for the restarted server.
+
+        With the weight guard, delete the folder and do nothing if the server already has these weights.
+        """
         folder = self._folder(self._sync + 1)
         write_weights(folder, metadata, named_params, self._sync + 1)
-        if self._args.weight_guard and not differing(self._sent_values(), self._through_restarts(self._reports)):
+        if self._args.weight_guard and not find_differences(
+            self._sent_values(), self._repeat_through_restarts(self._request_reports)
+        ):
             shutil.rmtree(folder)
             return
         self._sync += 1
@@ -58,12 +64,14 @@ class RestartClient(BridgeClient):
         shutil.rmtree(self._folder(self._sync - 1), ignore_errors=True)
 
     def _folder(self, number: int) -> Path:
+        """Return the path of the model folder of the sync with this number."""
         return Path(os.environ["GRPO_SYNC_DIR"]).resolve() / f"model-{number}"
 
     def _resend(self) -> None:
         """Wait for the server that is started with the newest model."""
-        self._wait_for_server(self._has_newest)
+        self._wait_for_server(self._serves_newest_model)
 
-    def _has_newest(self) -> bool:
+    def _serves_newest_model(self) -> bool:
+        """Return whether the server is ready and was started with the newest model."""
         newest = str(self._folder(self._sync))
-        return self._server_ready() and (read_json(self._state_file) or {}).get("model") == newest
+        return self._detect_ready_server() and (read_json(self._state_file) or {}).get("model") == newest

@@ -1,4 +1,4 @@
-"""Sampling seeds: one for each prompt of each generation."""
+"""Derive sampling seeds: one for each prompt of each generation, from the run's seed and the generation's name."""
 
 import hashlib
 from collections.abc import Iterator
@@ -14,19 +14,19 @@ def sampling_seed(run_seed: int, generation: str, prompt: int) -> int:
 
 
 class SamplingSeeds:
-    """The settings that a sampler's seeds derive from: the run's seed, a generation's name and a number per prompt."""
+    """A mixin with the values that sampling seeds derive from: run seed, generation name, and a number per prompt."""
 
     _run_seed: int | None = None  # None leaves sampling to vLLM's own seed
     generation_name = ""
     seed_numbers: list[int] | None = None  # a number per prompt; None: its index
 
     def name_generation(self, name: str) -> None:
-        """Derive the next sampling seeds from this name."""
+        """Set the generation's name, from which the next sampling seeds derive."""
         self.generation_name = name
 
     @contextmanager
     def named_generation(self, name: str, numbers: list[int] | None) -> Iterator[None]:
-        """Context manager: derive sampling seeds from this name and a number for each prompt."""
+        """Derive sampling seeds in the block from this name and a number for each prompt (None: its index)."""
         outside = self.generation_name, self.seed_numbers
         self.generation_name, self.seed_numbers = name, numbers
         try:
@@ -36,10 +36,7 @@ class SamplingSeeds:
 
     @contextmanager
     def using_seed(self, seed: int) -> Iterator[None]:
-        """Context manager: derive sampling seeds from ``seed`` instead of the run's seed.
-
-        In a run without a seed, the block changes nothing.
-        """
+        """Derive sampling seeds in the block from ``seed``. In a run without a seed, change nothing."""
         run_seed = self._run_seed
         self._run_seed = None if run_seed is None else seed
         try:
@@ -47,7 +44,7 @@ class SamplingSeeds:
         finally:
             self._run_seed = run_seed
 
-    def seed_of(self, number: int) -> int:
-        """Return the seed of the prompt with this number. The run must have a seed."""
+    def derive_prompt_seed(self, number: int) -> int:
+        """Return the seed of the prompt with this number in the current generation. The run must have a seed."""
         assert self._run_seed is not None
         return sampling_seed(self._run_seed, self.generation_name, number)

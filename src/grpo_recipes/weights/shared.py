@@ -1,4 +1,7 @@
-"""``weight_sync: shared``: one copy of the weights, which the optimizer writes and the server computes with."""
+"""Share weights by ``weight_sync: shared``: the optimizer writes the memory that the server computes with.
+
+There is one copy of the weights. The server pauses while the optimizer writes.
+"""
 
 import os
 import time
@@ -12,10 +15,10 @@ from torch import nn
 from transformers import TrainerCallback
 
 from grpo_recipes.errors import translate
-from grpo_recipes.server.plugin import gpu_of, imported, mapped_memory, matching_rows, tensor_in
+from grpo_recipes.server.plugin import get_gpu_uuid, import_tensor, map_memory, match_rows, view_tensor
 from grpo_recipes.trainer_protocol import Trainer
 from grpo_recipes.weights.client import BridgeClient
-from grpo_recipes.weights.guard import checksum_error, differing, sent_fingerprint
+from grpo_recipes.weights.guard import compute_sent_fingerprint, describe_checksum_error, find_differences
 from grpo_recipes.weights.transport import ServerError, ServerLate, run_in_thread
 
 PAUSE = "shared/pause_seconds"  # metric in metrics.jsonl
@@ -46,24 +49,27 @@ class SharedClient(BridgeClient):
         """Do nothing: the memory is shared at the first sync."""
 
     def sync_model(self, model: nn.Module) -> None:
-        """Share the memory at the first call, and verify its contents."""
+        """Move the model into the server's memory at the first call, and verify the server's values at every call."""
         with self._ignoring_failures_while_stopping():
             if self._model is None:
                 self._model = model
                 self._sync = 1  # the only sync: afterwards nothing is transferred
-                self._through_restarts(self._resend)
-            self._through_restarts(self._verify)
+                self._repeat_through_restarts(self._resend)
+            self._repeat_through_restarts(self._verify)
 
     def _resend(self) -> None:
-        """Get access to the memory of the server's parameters, and move the trained model into it."""
+        """Map the server's memory, and make the trained model's parameters views of it.
+
+        With the weight guard, first write zeros and record which of the server's parameters do not show them.
+        """
         folder, parameters = Path(os.environ["GRPO_SYNC_DIR"]), self._parameters()
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"weights_of_server_{self._epoch}_{os.urandom(4).hex()}"
         try:
             (layout,) = self.call_workers("grpo_share", file=str(file), sync=self._sync)
-            with self._parsing("/collective_rpc"):
-                tensors = _server_tensors(layout, str(file), next(iter(parameters.values())))
-                views = dict(_views(parameters, tensors, layout["packed"]))
+            with self._translate_parse_errors("/collective_rpc"):
+                tensors = _open_server_tensors(layout, str(file), next(iter(parameters.values())))
+                views = dict(_match_views(parameters, tensors, layout["packed"]))
         finally:
             file.unlink(missing_ok=True)  # the memory stays while one of the two processes has it mapped
         self._gpu = next(iter(parameters.values())).device if layout["gpu"] else None
@@ -71,8 +77,8 @@ class SharedClient(BridgeClient):
             for view in views.values():
                 view.zero_()
             self._finish_writing()
-            self._held, *other_reports = self._reports()
-            self._apart = differing(dict.fromkeys(views, 0), [self._held, *other_reports])
+            self._held, *other_reports = self._request_reports()
+            self._apart = find_differences(dict.fromkeys(views, 0), [self._held, *other_reports])
         for name, parameter in parameters.items():
             parameter.data = views[name].copy_(parameter.data)
         self._finish_writing()
@@ -83,25 +89,30 @@ class SharedClient(BridgeClient):
             torch.cuda.synchronize(self._gpu)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
+        """Return the trained model's parameters by name, tied parameters once."""
         assert self._model is not None
         return dict(self._model.named_parameters())  # tied parameters once, as in vLLM
 
     def _verify(self) -> None:
         if self._args.weight_guard:
-            reports = run_in_thread(self._reports)  # the server and this process compute fingerprints at the same time
-            sent = {name: sent_fingerprint(name, tensor, self._held) for name, tensor in self._parameters().items()}
+            reports = run_in_thread(
+                self._request_reports
+            )  # the server and this process compute fingerprints at the same time
+            sent = {
+                name: compute_sent_fingerprint(name, tensor, self._held) for name, tensor in self._parameters().items()
+            }
             server_reports = reports.result()
-            wrong = self._apart or differing({name: int(value) for name, value in sent.items()}, server_reports)
-            self.checksum_error = checksum_error(self.bridge, wrong, self._sync, server_reports)
+            wrong = self._apart or find_differences({name: int(value) for name, value in sent.items()}, server_reports)
+            self.checksum_error = describe_checksum_error(self.bridge, wrong, self._sync, server_reports)
 
     def drain(self) -> None:
-        """Let the server finish its requests and hold back new ones."""
+        """Pause the server before an optimizer step: it finishes its requests and queues new ones."""
         if self._model is not None:
             with self._ignoring_failures_while_stopping():
-                self._through_restarts(self._finish_requests)
+                self._repeat_through_restarts(self._finish_requests)
 
     def _finish_requests(self) -> None:
-        """Pause the server once it has no request left; raise ServerError if that takes longer than a sync may."""
+        """Pause the server once it has no request left. Raise ServerError if that exceeds the time limit of a sync."""
         keys = ("weight_sync_timeout", "server_request_timeout")
         limit, key = min((getattr(self._args, key), key) for key in keys)
         cause = "'shared' waits before each step until the server has no request left, and one does not end"
@@ -109,15 +120,15 @@ class SharedClient(BridgeClient):
             self.pause("wait", timeout=limit)
 
     def release(self) -> None:
-        """Let the server continue with the new weights and with an empty prefix cache."""
+        """Resume the server after an optimizer step, with the new weights and an empty prefix cache."""
         if self._model is not None:
             self._finish_writing()
             with self._ignoring_failures_while_stopping():
-                self._through_restarts(partial(self.resume, timeout=self._args.weight_sync_timeout))
+                self._repeat_through_restarts(partial(self.resume, timeout=self._args.weight_sync_timeout))
 
 
 class _PauseAroundStep(TrainerCallback):
-    """Keep the server idle while the optimizer writes into its memory."""
+    """A trainer callback that pauses the server while the optimizer writes, and reports the seconds of each pause."""
 
     def __init__(self, client: SharedClient, add_seconds: Callable[[float], None]) -> None:
         self._client, self._add_seconds = client, add_seconds
@@ -134,24 +145,30 @@ class _PauseAroundStep(TrainerCallback):
         self._add_seconds(self._seconds + time.perf_counter() - start)
 
 
-def _server_tensors(layout: Mapping[str, Any], file: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the server's parameters as tensors of this process: in the mapped ``file``, or on the parameter's GPU."""
-    locations, gpu = layout["parameters"], gpu_of(parameter)
+def _open_server_tensors(layout: Mapping[str, Any], file: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the server's parameters as tensors of this process: in the mapped ``file``, or on the parameter's GPU.
+
+    Raise ServerError if server and trainer are on different devices.
+    """
+    locations, gpu = layout["parameters"], get_gpu_uuid(parameter)
     if layout["gpu"] != gpu:
         devices = f"the server computes on {layout['gpu'] or 'the CPU'}, rank 0 on {gpu or 'the CPU'}"
         problem = f"weight_sync: shared needs one device, and {devices}"
         raise ServerError(f"{problem}. Fix: write weight_sync: file")
     if gpu:
-        return {name: imported(location, parameter.device) for name, location in locations.items()}
-    memory = mapped_memory(file)
-    return {name: tensor_in(memory, location) for name, location in locations.items()}
+        return {name: import_tensor(location, parameter.device) for name, location in locations.items()}
+    memory = map_memory(file)
+    return {name: view_tensor(memory, location) for name, location in locations.items()}
 
 
-def _views(
+def _match_views(
     parameters: Mapping[str, torch.Tensor], server_tensors: Mapping[str, torch.Tensor], packed: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a view of the server's memory for each of the trainer's parameters, by its name."""
-    for name, server_name, view in matching_rows(parameters, server_tensors, packed):
+    """Yield the name of each of the trainer's parameters and its view of the server's memory.
+
+    Raise ServerError if the server has no matching parameter.
+    """
+    for name, server_name, view in match_rows(parameters, server_tensors, packed):
         if view is None:
             shape = f"{list(parameters[name].shape)} of {parameters[name].dtype}"
             problem = f"weight_sync: shared: the server has no parameter for the trainer's {name}"

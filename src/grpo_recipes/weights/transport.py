@@ -1,7 +1,9 @@
-"""One request to the vLLM server: which failures are repeated, which mean a lost server, which answers are complete.
+"""Send one HTTP request to the vLLM server, and classify its failures: lost server, late, or bad answer.
 
-adapter = ServerAdapter(600.0, owner=server_listener(state_file, url))
-secure_session(session, adapter, token)
+Also validate the completions of an answer::
+
+    adapter = ServerAdapter(600.0, owner=server_listener(state_file, url))
+    secure_session(session, adapter, token)
 """
 
 import contextlib
@@ -68,18 +70,22 @@ class ServerAdapter(BoundedAdapter):
                 error = cause
             if isinstance(error, TimeoutError) and connected:
                 return ServerLate(f"the vLLM server did not answer {path} within {limit:g} s")
-            kind = BadAnswer if self._healthy(request) else ServerLost
+            kind = BadAnswer if self._is_healthy(request) else ServerLost
             return kind(f"lost the connection to the vLLM server in {path} ({error})")
 
         connection_errors = (requests.ReadTimeout, requests.ConnectionError, requests.exceptions.ChunkedEncodingError)
         unwanted = translate(RejectedResponse, lambda error: BadAnswer(f"the vLLM server {error} (in {path})"))
         with translate(connection_errors, failure), unwanted:
             response = self._send(request, kwargs)
-        if response.status_code >= 500 and not self._healthy(request):
+        if response.status_code >= 500 and not self._is_healthy(request):
             raise ServerLost(f"the engine of the vLLM server is dead: {response.status_code} in {path}")
         return response
 
     def _send(self, request: requests.PreparedRequest, kwargs: dict[str, Any]) -> requests.Response:
+        """Send the request; repeat it once on a new connection if the server had closed an idle connection.
+
+        Steps of a weight transfer are not repeated.
+        """
         try:
             return super().send(request, **kwargs)
         except requests.ConnectionError as error:
@@ -90,16 +96,17 @@ class ServerAdapter(BoundedAdapter):
                 raise
         # The server may close an idle connection when it is reused. Other connections of the pool may be as old, so
         # the retry uses a new adapter.
-        return self._new_adapter().send(request, **kwargs)
+        return self._make_adapter().send(request, **kwargs)
 
-    def _healthy(self, request: requests.PreparedRequest) -> bool:
+    def _is_healthy(self, request: requests.PreparedRequest) -> bool:
+        """Return whether the server answers /health with success within 5 seconds."""
         headers = {name: value for name, value in request.headers.items() if name == "Authorization"}
         health = requests.Request("GET", urljoin(str(request.url), "/health"), headers=headers)
         with contextlib.suppress(requests.RequestException):
-            return self._new_adapter().send(health.prepare(), timeout=QUICK_SECONDS).ok
+            return self._make_adapter().send(health.prepare(), timeout=QUICK_SECONDS).ok
         return False
 
-    def _new_adapter(self) -> BoundedAdapter:
+    def _make_adapter(self) -> BoundedAdapter:
         return BoundedAdapter(self._timeout, self._max_bytes, self.owner)
 
 
@@ -126,7 +133,10 @@ def check_completions(
 
 
 def run_in_thread(work: Callable[[], Answer]) -> Future[Answer]:
-    """Run a function in a daemon thread. The interpreter would wait for an executor's threads at its exit."""
+    """Run a function in a daemon thread, and return a Future of its result or exception.
+
+    An executor's threads would delay the exit of the interpreter.
+    """
     future: Future[Answer] = Future()
 
     def run() -> None:
