@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from grpo_recipes.algorithms.maxent import (
-    centered,
     incorrect_mass,
     listwise_q,
     policy_weights,
+    subtract_group_mean,
     target_weights,
     tempered_weights,
     weight_entropy,
@@ -157,7 +157,7 @@ def weigh(arm: Arm, groups: Groups) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def _whole_answers(arm: Arm, groups: Groups) -> tuple[torch.Tensor, torch.Tensor | None]:
     rewards_PG, group_size = groups.rewards_PG, groups.rewards_PG.shape[1]
-    advantages_PG = centered(rewards_PG)
+    advantages_PG = subtract_group_mean(rewards_PG)
     if arm.objective == "grpo":
         return advantages_PG / (rewards_PG.std(1, keepdim=True) + 1e-4), None
     if arm.objective == "dr_grpo":
@@ -167,7 +167,7 @@ def _whole_answers(arm: Arm, groups: Groups) -> tuple[torch.Tensor, torch.Tensor
     if arm.objective == "pass_at_k":
         return pass_at_k_advantages(rewards_PG, SAMPLES), None
     if arm.objective == "soft_reward":
-        return centered(rewards_PG - arm.tau * groups.logps_PG), None
+        return subtract_group_mean(rewards_PG - arm.tau * groups.logps_PG), None
     if arm.objective == "seed":
         keys = [[str(answer) for answer in row] for row in groups.answers_PG.tolist()]
         scale_P, _ = semantic_entropy_scale(groups.logps_PG / groups.lengths_PG, keys, arm.tau)

@@ -126,7 +126,7 @@ def tau_controller(tau: float = 0.2, **changes: Any) -> TauController:
 
 def measured(weights_PG: torch.Tensor, rewards_PG: torch.Tensor, right_PG: torch.Tensor) -> dict[str, float]:
     """Compute the metrics of a step like the trainer."""
-    differ_P = maxent.rewards_differ(rewards_PG)
+    differ_P = maxent.find_different_rewards(rewards_PG)
     entropy_P = maxent.weight_entropy(weights_PG)[differ_P]
     ratio_P = maxent.target_ratio(weights_PG, right_PG, ~right_PG)[differ_P]
     values = {"weight_entropy": entropy_P, "eff_rollouts": entropy_P.exp(), "target_ratio": ratio_P}
@@ -137,7 +137,7 @@ def weigh(controller: TauController, moving: bool = True) -> list[float]:
     """Return the measure of each step. Completions above the mean of their group count as correct."""
     generator, measures = torch.Generator().manual_seed(1), []
     for _ in range(STEPS):
-        utilities_PG = maxent.centered(torch.randn(16, 16, generator=generator, dtype=torch.float64))
+        utilities_PG = maxent.subtract_group_mean(torch.randn(16, 16, generator=generator, dtype=torch.float64))
         weights_PG = maxent.tempered_weights(utilities_PG, controller.tau)
         measures.append(measured(weights_PG, utilities_PG, utilities_PG > 0)[controller.measure])
         if moving:
@@ -159,7 +159,7 @@ def solved(controller: TauController, success: Callable[[int], float], steps: in
     for step in range(steps):
         rewards_PG = (torch.rand(32, 16, generator=generator, dtype=torch.float64) < success(step)).double()
         if q is None:
-            weights_PG = maxent.tempered_weights(maxent.centered(rewards_PG), controller.tau)
+            weights_PG = maxent.tempered_weights(maxent.subtract_group_mean(rewards_PG), controller.tau)
         else:
             refs_PG = torch.zeros_like(rewards_PG)
             weights_PG = maxent.target_weights(maxent.listwise_q(rewards_PG, 0.5, 1e-6), refs_PG, controller.tau, q)
@@ -195,7 +195,7 @@ def test_groups_of_equal_rewards_are_not_measured():
     rewards_PG = torch.zeros(10, 16, dtype=torch.float64)
     rewards_PG[2:] = rewards_PG[:2, :4] = 1.0
     for _ in range(STEPS):
-        weights_PG = maxent.tempered_weights(maxent.centered(rewards_PG), controller.tau)
+        weights_PG = maxent.tempered_weights(maxent.subtract_group_mean(rewards_PG), controller.tau)
         measures = measured(weights_PG, rewards_PG, rewards_PG == 1)
         controller.update(measures["eff_rollouts"])
     assert measures["eff_rollouts"] == pytest.approx(8.0, rel=1e-3)
@@ -210,7 +210,7 @@ def test_a_ratio_is_held_by_strides_below_2(lr, stays):
 
 def test_rewards_differ_where_two_known_ones_do():
     rewards_PG = torch.tensor([[0.5, 0.5 + 1e-12, NAN], [0.5, 0.6, NAN], [NAN, NAN, NAN], [1.0, NAN, NAN]])
-    assert maxent.rewards_differ(rewards_PG.double()).tolist() == [False, True, False, False]
+    assert maxent.find_different_rewards(rewards_PG.double()).tolist() == [False, True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_tempered_weights(advantages, lengths, longest, tau, weights):
 )
 def test_five_right_of_sixteen(tau, right, wrong, rollouts, wrong_mass):
     rewards_PG = torch.tensor([[1.0] * 5 + [0.0] * 11], dtype=torch.float64)
-    weights_PG = maxent.tempered_weights(maxent.centered(rewards_PG) * 20 / 192, tau)
+    weights_PG = maxent.tempered_weights(maxent.subtract_group_mean(rewards_PG) * 20 / 192, tau)
     near(16 * weights_PG[0, :1], [right], 5e-3)
     near(16 * weights_PG[0, -1:], [wrong], 5e-4)
     near(maxent.weight_entropy(weights_PG).exp(), [rollouts], 5e-3)

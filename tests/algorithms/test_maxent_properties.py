@@ -40,7 +40,7 @@ def weigh(rewards_PG: torch.Tensor, refs_PG: torch.Tensor, tau: float | torch.Te
         "tempered": maxent.tempered_weights(rewards_PG, tau),
         "policy": maxent.policy_weights(refs_PG, ~rewards_PG.isnan()),
         "policy, by its spread": maxent.policy_weights(refs_PG, ~rewards_PG.isnan(), 0.1, 2.0),
-        "shares": maxent.reward_shares((rewards_PG - rewards_PG.nan_to_num(nan=INF).amin(1, keepdim=True)) + 1),
+        "shares": maxent.compute_reward_shares((rewards_PG - rewards_PG.nan_to_num(nan=INF).amin(1, keepdim=True)) + 1),
     }
 
 
@@ -59,7 +59,7 @@ def test_per_token_the_objective_becomes_maxrl_as_completions_grow_and_at_a_temp
     """The length law: log-probs per token are alike in the end, and G (w - s) is G w - 1."""
     rewards_PG = torch.tensor([[1.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
     logps_PG = torch.tensor([[-0.5, -3.0, -1.0, -2.0]], dtype=torch.float64)  # an answer's, in however many tokens
-    learns_PG, maxrl_PG = torch.ones(1, 4, dtype=torch.bool), 4 * maxent.reward_shares(rewards_PG) - 1
+    learns_PG, maxrl_PG = torch.ones(1, 4, dtype=torch.bool), 4 * maxent.compute_reward_shares(rewards_PG) - 1
     close(maxrl_PG, (rewards_PG - 0.5) / 0.5)
     weights_PG = maxent.target_weights(maxent.listwise_q(rewards_PG, 0.1, 0.0), None, 0.2, 0.0)
     away = [
@@ -72,7 +72,7 @@ def test_per_token_the_objective_becomes_maxrl_as_completions_grow_and_at_a_temp
 
 
 def test_a_group_without_reward_has_no_shares():
-    close(maxent.reward_shares(torch.zeros(1, 3)), torch.zeros(1, 3))
+    close(maxent.compute_reward_shares(torch.zeros(1, 3)), torch.zeros(1, 3))
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-9) -> None:
@@ -107,7 +107,7 @@ def test_a_constant_added_to_rewards_or_log_probs_changes_nothing(rewards_PG, ta
     moved = weigh(rewards_PG + constant, refs_PG - 5 * constant, tau)
     for name, weights_PG in weigh(rewards_PG, refs_PG, tau).items():
         close(moved[name], weights_PG)
-    close(maxent.centered(rewards_PG + constant), maxent.centered(rewards_PG))
+    close(maxent.subtract_group_mean(rewards_PG + constant), maxent.subtract_group_mean(rewards_PG))
 
 
 @few
@@ -241,7 +241,7 @@ ONE_PG = torch.tensor([[1.0, 0.0]])
         (lambda: maxent.policy_weights(ONE_PG * NAN, ONE_PG > 0), "logps_PG must be finite"),
         (lambda: maxent.policy_weights(ONE_PG, ONE_PG > 0, temperature=0.0), "temperature must be above 0"),
         (lambda: maxent.policy_weights(ONE_PG, ONE_PG > 0, spread=-1.0), "spread at least 0"),
-        (lambda: maxent.reward_shares(-ONE_PG), "rewards must be at least 0, not -1"),
+        (lambda: maxent.compute_reward_shares(-ONE_PG), "rewards must be at least 0, not -1"),
     ],
 )
 def test_a_value_out_of_its_range_is_an_error(call, message):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datasets
 import pytest
 
-from grpo_recipes.data.prompts import first_problems
+from grpo_recipes.data.prompts import load_first_problems
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.rewards.probe import probe_rewards
@@ -103,7 +103,7 @@ def test_the_error_names_the_column_that_is_left_out(read, write, tmp_path, monk
 
 def _sample(recipe):
     args = ScriptArguments(**{key: recipe[key] for key in ("dataset_name",)})
-    rows, counts = first_problems(args, 3)
+    rows, counts = load_first_problems(args, 3)
     return rows, counts.left_out
 
 

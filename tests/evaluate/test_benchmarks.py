@@ -16,7 +16,7 @@ from grpo_recipes.evaluate.benchmarks import (
     BenchmarkFailed,
     StoppedInBenchmarks,
     load_problems,
-    recipe_scorer,
+    make_recipe_scorer,
     run_benchmarks,
 )
 from grpo_recipes.recipe.configs import ScriptArguments
@@ -229,13 +229,13 @@ def saved(folder: Path, columns: dict[str, list[str]]) -> Any:
 def test_the_recipes_own_accuracy_reward_judges() -> None:
     args = SimpleNamespace(answer_matching="strict")
     strict = make_reward("pure_accuracy_math", args, None)
-    scorer = recipe_scorer(["format_tags", "pure_accuracy_math"], [None, strict], args, None)
+    scorer = make_recipe_scorer(["format_tags", "pure_accuracy_math"], [None, strict], args, None)
     assert scorer.name == "pure_accuracy_math" and scorer.reward is strict
     problem = SimpleNamespace(prompt=[{"role": "user", "content": "1000?"}], gold="1000")
     texts = [["<answer>1000</answer>", "<answer>1,000</answer>", "none"]]
     assert scorer.scores([problem], texts) == [[1.0, 0.0, 0.0]]
 
-    default = recipe_scorer(["format_tags"], [None], SimpleNamespace(answer_matching="normalized"), None)
+    default = make_recipe_scorer(["format_tags"], [None], SimpleNamespace(answer_matching="normalized"), None)
     assert default.name == "pure_accuracy_math"
     assert default.scores([problem], texts) == [[1.0, 1.0, 0.0]]
 

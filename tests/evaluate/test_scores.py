@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from grpo_recipes.evaluate.scores import group_scores, judge_completions
+from grpo_recipes.evaluate.scores import judge_completions, score_groups
 
 ONE = torch.ones(1)
 
@@ -31,6 +31,6 @@ def test_graded_rewards_below_one_tell_nothing_about_right_and_wrong(rewards, ri
 
 def test_scores_of_graded_rewards():
     """M20: the mean and the best reward are still scored."""
-    scores = group_scores(torch.tensor([[0.3], [0.8]]), ["own.py:graded"], ONE, ["a", "b"], repeats=2)
+    scores = score_groups(torch.tensor([[0.3], [0.8]]), ["own.py:graded"], ONE, ["a", "b"], repeats=2)
     assert math.isnan(scores["pass@1"][0]) and math.isnan(scores["pass@2"][0])
     assert scores["mean@2"][0] == pytest.approx(0.55) and scores["best@2"][0] == pytest.approx(0.8)

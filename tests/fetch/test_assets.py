@@ -11,15 +11,15 @@ import pytest
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import (
     Asset,
-    dataset_folder,
     ensure_assets,
-    fetched_datasets,
     find_assets,
+    find_fetched_datasets,
     find_record,
     fingerprint,
+    get_dataset_folder,
+    get_record_path,
     list_assets,
     record_assets,
-    record_file,
     write_record,
 )
 from grpo_recipes.plan.devices import Resources
@@ -142,20 +142,20 @@ def test_a_record_counts_only_while_its_files_are_whole(
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"kind": "dataset"}', '{"of": "another version"}'])
 def test_a_record_that_cannot_be_read_is_none(tmp_path: Path, environment: dict[str, str], content: str) -> None:
     fetched(tmp_path / "rows", environment)
-    record_file(ROWS, environment).write_text(content)
+    get_record_path(ROWS, environment).write_text(content)
     assert find_record(ROWS, environment) is None
 
 
 def test_datasets_have_folders_of_their_own(environment: dict[str, str], tmp_path: Path) -> None:
     datasets = tmp_path / "cache" / "datasets"
-    assert dataset_folder(ROWS, COMMIT, environment) == datasets / "ada--rows--main--train--0123456789ab"
+    assert get_dataset_folder(ROWS, COMMIT, environment) == datasets / "ada--rows--main--train--0123456789ab"
     assets = [
         *(replace(ROWS, split=split) for split in ("train", "test", "train[:10]", "train[:10%]", "train[10:]")),
         replace(ROWS, limit=10),
         replace(ROWS, config=None),
     ]
-    assert len({dataset_folder(asset, COMMIT, environment) for asset in assets}) == len(assets)
-    assert len({record_file(asset, environment) for asset in assets}) == len(assets)
+    assert len({get_dataset_folder(asset, COMMIT, environment) for asset in assets}) == len(assets)
+    assert len({get_record_path(asset, environment) for asset in assets}) == len(assets)
 
 
 def fetch(recipe: Recipe, environment: dict[str, str], commit: str, kind: str = "") -> None:
@@ -241,16 +241,18 @@ def test_identity_is_made_once_and_places_each_time(read: Read, environment: dic
     fetch(recipe, environment, NEW)
     record_assets(run, find_assets(recipe, environment))
     assert (tmp_path / "run.json").read_text() == recorded
-    assert fetched_datasets(tmp_path)("openai/gsm8k", None, "train") == Path(environment["CACHE_ROOT"]) / "dataset-bb"
+    assert (
+        find_fetched_datasets(tmp_path)("openai/gsm8k", None, "train") == Path(environment["CACHE_ROOT"]) / "dataset-bb"
+    )
 
 
 def test_only_fetched_datasets_are_looked_up(tmp_path: Path, read: Read, environment: dict[str, str]) -> None:
-    assert fetched_datasets(tmp_path)("ada/rows", None, "train") is None
+    assert find_fetched_datasets(tmp_path)("ada/rows", None, "train") is None
     (tmp_path / "rows.jsonl").write_text('{"problem": 1, "answer": 2}\n')
     recipe = read(dataset_name=str(tmp_path / "rows.jsonl"))
     fetch(recipe, environment, OLD)
     record_assets(Run(tmp_path), find_assets(recipe, environment))
-    lookup = fetched_datasets(tmp_path)
+    lookup = find_fetched_datasets(tmp_path)
     assert lookup(str(tmp_path / "rows.jsonl"), None, "train") is None
     assert lookup("Qwen/Qwen2.5-1.5B-Instruct", None, "train") is None
 

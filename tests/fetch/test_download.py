@@ -15,7 +15,7 @@ from documented import documented
 from fake_hub import READER, FakeHub
 from no_network import without_network
 
-from grpo_recipes.fetch.download import files_to_download
+from grpo_recipes.fetch.download import choose_files
 from grpo_recipes.process.reports import gigabytes
 from grpo_recipes.smoke import smoke_folder
 
@@ -27,7 +27,7 @@ import sys
 from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_recipes.data import read_rows
-from grpo_recipes.fetch.assets import fetched_datasets, find_assets, record_assets
+from grpo_recipes.fetch.assets import find_fetched_datasets, find_assets, record_assets
 from grpo_recipes.runs.rundir import Run
 from grpo_recipes.recipe import read_recipe
 import os
@@ -35,7 +35,7 @@ sources = find_assets(read_recipe(Path("recipe.yaml")), os.environ)
 run = Path("run"); run.mkdir(); record_assets(Run(run), sources)
 model = AutoModelForCausalLM.from_pretrained(sources.model.path)
 tokenizer = AutoTokenizer.from_pretrained(sources.model.path)
-rows = read_rows("ada/rows", None, "train", fetched=fetched_datasets(run))
+rows = read_rows("ada/rows", None, "train", fetched=find_fetched_datasets(run))
 print(model.num_parameters(), len(tokenizer("1+1=").input_ids), rows[29], len(rows))
 """
 FETCH = """
@@ -314,12 +314,12 @@ def test_safetensors_without_the_copies_in_other_formats() -> None:
         "tokenizer_config.json": SMALL,
     }
     left_out = {".gitattributes", "README.md", "original/consolidated.00.pth", "original/params.json"}
-    assert files_to_download(llama) == sorted(llama.keys() - left_out)
+    assert choose_files(llama) == sorted(llama.keys() - left_out)
 
 
 def test_of_two_formats_of_one_library_the_one_that_is_trained() -> None:
     mistral = ["config.json", "consolidated.safetensors", "model.safetensors", "params.json", "tekken.json"]
-    assert files_to_download(dict.fromkeys(mistral, LARGE // 1000)) == [
+    assert choose_files(dict.fromkeys(mistral, LARGE // 1000)) == [
         "config.json",
         "model.safetensors",
         "tekken.json",
@@ -329,24 +329,22 @@ def test_of_two_formats_of_one_library_the_one_that_is_trained() -> None:
 def test_old_repositories_have_pickles_alone() -> None:
     files = ["config.json", "merges.txt", "pytorch_model.bin", "tf_model.h5", "training_args.bin", "vocab.json"]
     expected = ["config.json", "merges.txt", "pytorch_model.bin", "vocab.json"]
-    assert files_to_download(dict.fromkeys(files, SMALL)) == expected
-    assert files_to_download(dict.fromkeys([*files, "model.safetensors"], SMALL)) == sorted(
+    assert choose_files(dict.fromkeys(files, SMALL)) == expected
+    assert choose_files(dict.fromkeys([*files, "model.safetensors"], SMALL)) == sorted(
         {*expected, "model.safetensors"} - {"pytorch_model.bin"}
     )
 
 
 def test_tokenizers_of_every_kind_are_small_files() -> None:
     kinds = ["chat_template.jinja", "qwen.tiktoken", "sentencepiece.bpe.model", "spiece.model", "tokenizer.model"]
-    assert files_to_download(dict.fromkeys(kinds, SMALL)) == kinds
-    assert files_to_download({"tokenizer.model": SMALL, "model.Q4_K_M.gguf": LARGE, "dump": LARGE}) == [
-        "tokenizer.model"
-    ]
-    assert files_to_download({"additional_chat_templates/rag.jinja": SMALL, "onnx/config.json": SMALL}) == [
+    assert choose_files(dict.fromkeys(kinds, SMALL)) == kinds
+    assert choose_files({"tokenizer.model": SMALL, "model.Q4_K_M.gguf": LARGE, "dump": LARGE}) == ["tokenizer.model"]
+    assert choose_files({"additional_chat_templates/rag.jinja": SMALL, "onnx/config.json": SMALL}) == [
         "additional_chat_templates/rag.jinja"
     ]
 
 
 def test_python_files_come_with_trust_remote_code_alone() -> None:
     files = {"config.json": SMALL, "modeling_own.py": SMALL, "model.safetensors": LARGE}
-    assert "modeling_own.py" not in files_to_download(files)
-    assert "modeling_own.py" in files_to_download(files, code=True)
+    assert "modeling_own.py" not in choose_files(files)
+    assert "modeling_own.py" in choose_files(files, code=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.evaluate.scores import answer_in
+from grpo_recipes.evaluate.scores import extract_answer
 from grpo_recipes.rewards.answers import final_text
 from grpo_recipes.rewards.functions import (
     cosine_length,
@@ -55,8 +55,8 @@ def test_only_the_text_after_the_last_think_block_has_an_answer(reward, completi
 
 def test_an_evaluation_reads_the_same_answer():
     """S4: answers that are counted per group come from the text after the last think block too."""
-    assert answer_in("<think>\\boxed{7}</think>\\boxed{8}") == "8"
-    assert answer_in("<think>\\boxed{7}") is None
+    assert extract_answer("<think>\\boxed{7}</think>\\boxed{8}") == "8"
+    assert extract_answer("<think>\\boxed{7}") is None
     assert final_text([{"role": "assistant", "content": "a</think>b"}]) == "b"
 
 

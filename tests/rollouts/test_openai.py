@@ -140,7 +140,7 @@ def test_a_completion_depends_on_its_prompt_its_number_and_the_seed_alone(server
 
 
 def test_prompts_are_yielded_as_they_are_completed(server: FakeServer) -> None:
-    completed = client(server).completed([[token] for token in range(1, 6)], 2, PLAIN)
+    completed = client(server).iterate_completed([[token] for token in range(1, 6)], 2, PLAIN)
     assert len(next(completed)[1]) == 2
     completed.close()  # and the rest is cancelled
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rotation import ROTATES
 
-from grpo_recipes.evaluate.scores import answer_labels
+from grpo_recipes.evaluate.scores import label_answers
 from grpo_recipes.runs.rundir import read_rows
 
 from .judged_sets import evaluate, half_length, pure_accuracy_math
@@ -93,4 +93,4 @@ def test_no_k_is_above_the_completions_of_a_prompt(tmp_path: Path) -> None:
 
 def test_equal_answers_have_one_label() -> None:
     answers = ["1/2", None, "0.5", "2, 3", "3", "3 and 2", "$0.50$"]
-    assert answer_labels(answers) == [0, None, 0, 3, 4, 3, 0]
+    assert label_answers(answers) == [0, None, 0, 3, 4, 3, 0]

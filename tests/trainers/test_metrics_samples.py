@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_recipes.evaluate.scores import weighted_rewards
+from grpo_recipes.evaluate.scores import sum_weighted_rewards
 from grpo_recipes.trainers.metrics import LONGEST_TEXT, chosen_rows, write_samples
 
 from .tiny_training import train
@@ -21,7 +21,7 @@ NAN = math.nan
 
 def test_totals_are_weighted_and_unscored_completions_have_none() -> None:
     rewards_BR = torch.tensor([[1.0, 0.5], [NAN, 0.5], [NAN, NAN], [0.25, 0.0]])
-    totals_B = weighted_rewards(rewards_BR, torch.tensor([2.0, 1.0]))
+    totals_B = sum_weighted_rewards(rewards_BR, torch.tensor([2.0, 1.0]))
     assert totals_B.nan_to_num(-1.0).tolist() == [2.5, 0.5, -1.0, 0.5]
 
 

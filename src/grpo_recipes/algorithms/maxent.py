@@ -1,10 +1,11 @@
-"""The weights of MaxEnt-GRPO for the completions of a group, on tensors of prompts by completions (P, G).
+"""Compute the weights of MaxEnt-GRPO for the completions of a group, and control beta and tau.
 
-NaN marks an unscorable completion: it gets weight 0, and the weights of the others sum to 1.
-A group with no scorable completion gets weight 0 throughout. Half precision is computed and returned in float32.
+Tensors are prompts by completions, (P, G). NaN marks an unscorable completion: it gets weight 0, and the weights of the
+others sum to 1. A group with no scorable completion gets weight 0 throughout. Half precision is computed and returned
+in float32.
 
-The weights maximize E_pi[log q] + tau H(pi) - beta KL(pi || pi_ref) over the sampled completions. The solution is
-w ~ q^(1 / (tau + beta)) * pi_ref^(beta / (tau + beta)). docs/maxent.md describes it, and the controllers that keep a
+The weights maximize E_pi[log q] + tau H(pi) - beta KL(pi || pi_ref) over the sampled completions. The solution is w ~
+q^(1 / (tau + beta)) * pi_ref^(beta / (tau + beta)). docs/maxent.md describes it, and the controllers that keep a
 measure of the training at a target: beta controls the KL, tau controls the spread of weights.
 """
 
@@ -34,7 +35,7 @@ def listwise_q(rewards_PG: torch.Tensor, temperature: float, epsilon: float) -> 
     group_size = rewards_PG.shape[1]
     if not 0 <= epsilon * group_size < 1:
         raise ValueError(f"epsilon must be at least 0 and below 1 / {group_size} (the group size), not {epsilon}")
-    rewards_PG, scorable_PG = _values_and_mask(rewards_PG, "rewards")
+    rewards_PG, scorable_PG = _split_values_and_mask(rewards_PG, "rewards")
     floored_PG = _softmax(rewards_PG / temperature, scorable_PG) * (1 - epsilon * group_size) + epsilon
     floored_PG = floored_PG.masked_fill(~scorable_PG, 0.0)
     q_PG = floored_PG / floored_PG.sum(1, keepdim=True)
@@ -54,8 +55,8 @@ def target_weights(
     """
     if not 0 <= beta < math.inf:
         raise ValueError(f"beta must be at least 0 and finite, not {beta}")
-    q_PG, scorable_PG = _values_and_mask(q_PG, "q")
-    total = _temperature(tau, q_PG) + beta
+    q_PG, scorable_PG = _split_values_and_mask(q_PG, "q")
+    total = _make_temperature(tau, q_PG) + beta
     if (total == 0).any():
         raise ValueError("tau + beta must be above 0: without entropy and reference no weights are defined")
     scores_PG = q_PG.clamp(min=LEAST_Q).log()
@@ -66,7 +67,7 @@ def target_weights(
         if not ref_logps_PG[scorable_PG].isfinite().all():
             raise ValueError("ref_logps_PG must be finite for each scorable completion")
         scores_PG = scores_PG + beta * ref_logps_PG
-    return _tempered(scores_PG, scorable_PG, total)
+    return _compute_tempered_softmax(scores_PG, scorable_PG, total)
 
 
 def tempered_weights(utilities_PG: torch.Tensor, tau: float | torch.Tensor) -> torch.Tensor:
@@ -76,8 +77,8 @@ def tempered_weights(utilities_PG: torch.Tensor, tau: float | torch.Tensor) -> t
     largest utility, divided among ties. At inf the weights are uniform. Raise ValueError for a tau below 0 or an
     infinite utility.
     """
-    utilities_PG, scorable_PG = _values_and_mask(utilities_PG, "utilities")
-    return _tempered(utilities_PG, scorable_PG, _temperature(tau, utilities_PG))
+    utilities_PG, scorable_PG = _split_values_and_mask(utilities_PG, "utilities")
+    return _compute_tempered_softmax(utilities_PG, scorable_PG, _make_temperature(tau, utilities_PG))
 
 
 def policy_weights(
@@ -90,7 +91,7 @@ def policy_weights(
     the scorable completions of the group. Raise ValueError if the log-probability of a scorable completion is not
     finite, or a temperature or a spread is out of its range.
     """
-    logps_PG = _at_least_float32(logps_PG)
+    logps_PG = _widen_to_float32(logps_PG)
     if not logps_PG[scorable_PG].isfinite().all():
         raise ValueError("logps_PG must be finite for each scorable completion")
     if not 0 < temperature < math.inf or not 0 <= spread < math.inf:
@@ -102,13 +103,13 @@ def policy_weights(
     return _softmax(logps_PG / (spread * variance_P1.sqrt()).clamp(min=temperature), scorable_PG)
 
 
-def reward_shares(rewards_PG: torch.Tensor) -> torch.Tensor:
+def compute_reward_shares(rewards_PG: torch.Tensor) -> torch.Tensor:
     """Return each completion's fraction of its group's reward: (P, G) weights that sum to 1, or to 0 without rewards.
 
     MaxRL's advantage (https://arxiv.org/abs/2602.02710) is the reward divided by the group's mean, minus 1. It equals G
     times the weight, minus 1. Raise ValueError for a reward below 0 or infinite.
     """
-    rewards_PG, scorable_PG = _values_and_mask(rewards_PG, "rewards")
+    rewards_PG, scorable_PG = _split_values_and_mask(rewards_PG, "rewards")
     rewards_PG = rewards_PG.masked_fill(~scorable_PG, 0.0)
     if (rewards_PG < 0).any():
         raise ValueError(f"rewards must be at least 0, not {rewards_PG.min().item():g}")
@@ -116,14 +117,17 @@ def reward_shares(rewards_PG: torch.Tensor) -> torch.Tensor:
     return rewards_PG / total_P1.masked_fill(total_P1 == 0, 1.0)
 
 
-def centered(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """Return rewards minus their group's mean, Dr.GRPO's advantage (https://arxiv.org/abs/2503.20783). NaN stays."""
-    rewards_PG = _at_least_float32(rewards_PG)
+def subtract_group_mean(rewards_PG: torch.Tensor) -> torch.Tensor:
+    """Return rewards minus their group's mean, Dr.GRPO's advantage (https://arxiv.org/abs/2503.20783).
+
+    NaN values are left out of the mean and stay NaN.
+    """
+    rewards_PG = _widen_to_float32(rewards_PG)
     return rewards_PG - rewards_PG.nanmean(1, keepdim=True)
 
 
-def rewards_differ(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """Return which groups, (P,), have different rewards. In other groups the weights are equal for every tau."""
+def find_different_rewards(rewards_PG: torch.Tensor) -> torch.Tensor:
+    """Return a mask, (P,), of the groups with different rewards. Other groups have equal weights for every tau."""
     most_P = rewards_PG.nan_to_num(nan=-torch.inf).amax(1)
     least_P = rewards_PG.nan_to_num(nan=torch.inf).amin(1)
     return most_P - least_P > EQUAL
@@ -131,14 +135,14 @@ def rewards_differ(rewards_PG: torch.Tensor) -> torch.Tensor:
 
 def weight_entropy(weights_PG: torch.Tensor) -> torch.Tensor:
     """Return the (P,) entropies of the weights in nats. NaN for a group without weights."""
-    weights_PG = _at_least_float32(weights_PG)
+    weights_PG = _widen_to_float32(weights_PG)
     entropy_P = -torch.xlogy(weights_PG, weights_PG).sum(1)
     return entropy_P.masked_fill(~(weights_PG > 0).any(1), torch.nan)
 
 
 def incorrect_mass(weights_PG: torch.Tensor, wrong_PG: torch.Tensor) -> torch.Tensor:
     """Return the (P,) fractions of the weight that is on wrong completions. NaN for a group without weights."""
-    weights_PG = _at_least_float32(weights_PG)
+    weights_PG = _widen_to_float32(weights_PG)
     mass_P = weights_PG.masked_fill(~wrong_PG, 0.0).sum(1)
     return mass_P.masked_fill(~(weights_PG > 0).any(1), torch.nan)
 
@@ -152,23 +156,23 @@ def target_ratio(weights_PG: torch.Tensor, right_PG: torch.Tensor, wrong_PG: tor
     return mean_weight(right_PG) / mean_weight(wrong_PG)
 
 
-def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
+def _widen_to_float32(values: torch.Tensor) -> torch.Tensor:
     """Return the values in float32, or in their own dtype if it is wider."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _values_and_mask(values_PG: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_values_and_mask(values_PG: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the values in at least float32, and a mask of the values that are not NaN.
 
     Raise ValueError, with this ``name`` of the values, for an infinite value.
     """
-    values_PG = _at_least_float32(values_PG)
+    values_PG = _widen_to_float32(values_PG)
     if values_PG.isinf().any():
         raise ValueError(f"{name} must be finite, or NaN for an unscored completion")
     return values_PG, ~values_PG.isnan()
 
 
-def _temperature(tau: float | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _make_temperature(tau: float | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return tau as a tensor with the dtype and device of ``like``. Raise ValueError if it is below 0 or NaN."""
     tau = torch.as_tensor(tau, dtype=like.dtype, device=like.device)
     if not (tau >= 0).all():
@@ -176,7 +180,9 @@ def _temperature(tau: float | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return tau
 
 
-def _tempered(scores_PG: torch.Tensor, scorable_PG: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+def _compute_tempered_softmax(
+    scores_PG: torch.Tensor, scorable_PG: torch.Tensor, temperature: torch.Tensor
+) -> torch.Tensor:
     """Return softmax(score / temperature) over each group, 0 for completions that are not scorable.
 
     At temperature 0 all weight is on the largest score, divided among ties. At inf the weights are uniform.
@@ -217,7 +223,10 @@ class KLController:
             raise ValueError(f"minimum must be at least 0 and at most beta ({self.beta}), not {self.minimum}")
 
     def update(self, kl: float, completions: int) -> None:
-        """Adjust beta to the KL of a step over this many completions of all processes. NaN is ignored."""
+        """Multiply beta according to the KL of a step over this many completions of all processes. Ignore NaN.
+
+        ``beta`` rises if ``kl`` is above the target, and falls if it is below.
+        """
         if math.isnan(kl):
             return
         error = max(-self.step_size, min(self.step_size, kl / self.target - 1))
@@ -228,7 +237,7 @@ class KLController:
         return {"beta": self.beta}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue with a result of ``state_dict``."""
+        """Restore beta from a result of ``state_dict``."""
         self.beta = float(state["beta"])
 
 
@@ -265,15 +274,15 @@ class TauController:
             raise ValueError(f"target of {self.measure} must be above {limit}, not {self.target}")
 
     def update(self, value: float) -> None:
-        """Adjust tau to the measure of a step. NaN is ignored."""
+        """Adjust tau to the ``value`` of the measure in a step. Ignore NaN; only measure during the warm-up."""
         if math.isnan(value):
             return
-        error = self._error(value)
+        error = self._measure_error(value)
         self._updates += 1
         if self._updates > self.warmup_steps:
             self.tau = min(self.maximum, max(self.minimum, self.tau * math.exp(min(self.lr * error, _MOST_NATS))))
 
-    def _error(self, value: float) -> float:
+    def _measure_error(self, value: float) -> float:
         """Return by how many nats log tau is too low (negative: too high), and update the moving mean."""
         if self.measure == "target_ratio":
             excess = math.log(max(value, 1.0)) / math.log(self.target)
@@ -288,5 +297,5 @@ class TauController:
         return {"tau": self.tau, "mean": self._mean, "updates": self._updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with a result of ``state_dict``."""
+        """Restore tau, the moving mean and the number of updates from a result of ``state_dict``."""
         self.tau, self._mean, self._updates = float(state["tau"]), state["mean"], int(state["updates"])

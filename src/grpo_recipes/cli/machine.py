@@ -8,8 +8,8 @@ from pathlib import Path
 
 from grpo_recipes.cli import chosen_recipe, command, option, recipe_name, switch
 from grpo_recipes.errors import collect, config_error
-from grpo_recipes.fetch.assets import Asset, find_record, hub_assets, local_assets
-from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, hub_answers, limit_every_wait, unreachable_reason
+from grpo_recipes.fetch.assets import Asset, find_record, list_hub_assets, list_local_assets
+from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, explain_unreachable_hub, hub_answers, limit_every_wait
 from grpo_recipes.paths import display_path
 from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.process.reports import aligned, gigabytes
@@ -42,9 +42,9 @@ def fetch(options: argparse.Namespace) -> int:
         run = find_run(Path(), options.resume)
         recipe = read_frozen(run.folder / "recipe.yaml", options.flags, os.environ)
         recorded = run.identity.get("sources")
-    assets = hub_assets(recipe, recorded)
+    assets = list_hub_assets(recipe, recorded)
     try:
-        rows = [_local_row(asset) for asset in local_assets(recipe, os.environ)]
+        rows = [_local_row(asset) for asset in list_local_assets(recipe, os.environ)]
         online = bool(assets) and hub_answers(os.environ)
         rows += collect(assets, lambda asset: _hub_row(asset, find_record(asset, os.environ), online, options.update))
     except KeyboardInterrupt:
@@ -81,13 +81,13 @@ def _hub_row(asset: Asset, record: Asset | None, online: bool, update: bool) -> 
     """
     if not online and (record is None or update):
         state = "is not on this machine" if record is None else "can't be updated"
-        raise config_error(asset.where, f"{asset} {state}: {unreachable_reason(os.environ)}", _WHERE_ONLINE)
-    state = f"here, not compared with the hub: {unreachable_reason(os.environ)}"
+        raise config_error(asset.where, f"{asset} {state}: {explain_unreachable_hub(os.environ)}", _WHERE_ONLINE)
+    state = f"here, not compared with the hub: {explain_unreachable_hub(os.environ)}"
     if online:
         from grpo_recipes.fetch import download
 
         limit_every_wait(_LONGEST_WAIT)
-        newest = download.commit_of(asset)
+        newest = download.read_hub_commit(asset)
         if record is None or (update and record.commit != newest):
             print(f"grpo: downloading {asset} at {newest[:12]}", flush=True)
             record, state = download.fetch(asset, os.environ), "downloaded"

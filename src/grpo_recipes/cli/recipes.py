@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_recipes.cli import chosen_recipe, command, option, switch
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error, printable, translate
 from grpo_recipes.fetch.assets import find_assets
-from grpo_recipes.fetch.hub import gated_note
+from grpo_recipes.fetch.hub import describe_gated_model
 from grpo_recipes.launch.resolve import names_of
 from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.plan.commands import hub_environment
@@ -189,7 +189,11 @@ def check(options: argparse.Namespace) -> int:
     """Print the notes of a valid recipe; with ``--json``, print notes and problems of any recipe."""
     with _json_report(options, notes=[], deep=[]) as report:
         recipe = chosen_recipe(options)
-        optional_notes = [gated_note(recipe["model_name_or_path"]), schema_note(recipe.path), *reward_notes(recipe)]
+        optional_notes = [
+            describe_gated_model(recipe["model_name_or_path"]),
+            schema_note(recipe.path),
+            *reward_notes(recipe),
+        ]
         optional_notes += [kind_note(recipe, os.environ), evaluation_note(recipe), *prompt_notes(recipe, os.environ)]
         for find_notes in parts("notes"):
             optional_notes += find_notes(recipe)

@@ -39,7 +39,7 @@ from grpo_recipes.console.generate import (
     tokenizer_of,
 )
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
-from grpo_recipes.fetch.assets import fetched_datasets, find_assets, fingerprint
+from grpo_recipes.fetch.assets import find_assets, find_fetched_datasets, fingerprint
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.serve import ServerFailed, serving
 from grpo_recipes.paths import display_path
@@ -309,7 +309,7 @@ def _load_prompts(subject: _Subject) -> tuple[Rows, list[list[int]], Any]:
 
     disable_progress_bars()
     recipe = subject.recipe
-    lookups = [fetched_datasets(subject.run.folder)] if subject.run else []
+    lookups = [find_fetched_datasets(subject.run.folder)] if subject.run else []
     lookups.append(find_assets(recipe, os.environ).lookup)
 
     def fetched(*name: Any) -> Path | None:
@@ -447,19 +447,25 @@ def _summary(recipe: Recipe, names: list[str], scored: Rows, n: int, ks: Sequenc
     """
     import torch
 
-    from grpo_recipes.evaluate.scores import answer_in, group_scores, judge_completions, reward_means, weighted_rewards
+    from grpo_recipes.evaluate.scores import (
+        average_rewards,
+        extract_answer,
+        judge_completions,
+        score_groups,
+        sum_weighted_rewards,
+    )
 
     completions = [completion for row in scored for completion in row["completions"]]
     scores = [[completion["rewards"][name] for name in names] for completion in completions]
     values = [[math.nan if score is None else score for score in row] for row in scores]
     weights = torch.tensor(recipe["reward_weights"] or [1.0] * len(names), dtype=torch.float32)
     rewards = torch.tensor(values, dtype=torch.float32), names, weights
-    totals = weighted_rewards(rewards[0], weights).tolist()
+    totals = sum_weighted_rewards(rewards[0], weights).tolist()
     for completion, total, right in zip(completions, totals, judge_completions(*rewards), strict=True):
         completion.update(reward=None if math.isnan(total) else total, right=right)
-    answers = [answer_in(completion["text"]) for completion in completions]
-    at_k = group_scores(*rewards, answers, n, sorted(set(ks)) if ks else None)
-    means = reward_means(*rewards) | {name: score for name, (score, _) in at_k.items()}
+    answers = [extract_answer(completion["text"]) for completion in completions]
+    at_k = score_groups(*rewards, answers, n, sorted(set(ks)) if ks else None)
+    means = average_rewards(*rewards) | {name: score for name, (score, _) in at_k.items()}
     intervals = {f"{name}_ci": list(limits) for name, (_, limits) in at_k.items() if limits}
     return {
         **{name: None if math.isnan(value) else value for name, value in means.items()}, **intervals,

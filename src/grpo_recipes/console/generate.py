@@ -271,10 +271,10 @@ def _report(outcome: "Generated", options: argparse.Namespace, prompts: int, rep
         try:
             say(f"published at {push_dataset(repo, options.out, not options.public, message)}")
         except Exception as error:  # any error of the hub's client; the file is complete
-            from grpo_recipes.fetch.hub import error_line
+            from grpo_recipes.fetch.hub import format_error_line
 
             retry = "Try again with the same command"
-            print(f"grpo: the push to {repo} failed: {error_line(error)}. {retry}", file=sys.stderr)
+            print(f"grpo: the push to {repo} failed: {format_error_line(error)}. {retry}", file=sys.stderr)
             return 1
     return 0
 

@@ -46,14 +46,14 @@ Rows: TypeAlias = Dataset | IterableDataset
 Fetched = Callable[[str, str | None, str], Path | None]
 
 
-def train_source(args: ScriptArguments) -> DataSource:
+def get_train_source(args: ScriptArguments) -> DataSource:
     """Return id, configuration, split and columns of the training dataset, from the recipe's ``dataset_*`` keys."""
     prompt, solution = (getattr(args, key) for key in COLUMN_KEYS)
     assert args.dataset_name is not None  # `grpo check` requires it, a mixture or a source of prompts
     return DataSource(args.dataset_name, args.dataset_config, args.dataset_train_split, prompt, solution)
 
 
-def eval_source(args: ScriptArguments) -> DataSource:
+def get_eval_source(args: ScriptArguments) -> DataSource:
     """Return the evaluation dataset: ``eval_dataset_name``, or the split ``dataset_test_split`` of ``dataset_name``.
 
     Raise ConfigError if ``dataset_name`` is a file or folder without splits.
@@ -62,7 +62,7 @@ def eval_source(args: ScriptArguments) -> DataSource:
     name, config, split = args.eval_dataset_name, args.eval_dataset_config, args.eval_dataset_split
     if not name:
         name, config, split = args.dataset_name, args.dataset_config, args.dataset_test_split
-        assert name is not None  # as in ``train_source``
+        assert name is not None  # as in ``get_train_source``
         path = Path(os.path.expanduser(name))
         if os.path.exists(path) and not datafiles.has_splits(path):
             problem = f"'{name}' has no split '{split}' to evaluate on"
@@ -91,7 +91,7 @@ def read_rows(
         if path.is_dir():
             kind, files = datafiles.data_files(path)
             _check_fields(files)
-            return load_dataset(str(path), config, **options, **_text_options(kind, files[0]))
+            return load_dataset(str(path), config, **options, **_get_text_options(kind, files[0]))
         if not path.is_file():
             return load_dataset(source, config, **options)
         if path.suffix not in datafiles.BUILDERS:
@@ -101,7 +101,7 @@ def read_rows(
         _check_fields([path])
         file = glob.escape(str(path))  # datasets would interpret brackets in a name as a pattern
         kind, files_of_split = datafiles.BUILDERS[path.suffix], {datafiles.split_name(split): file}
-        return load_dataset(kind, data_files=files_of_split, **options, **_text_options(kind, path))
+        return load_dataset(kind, data_files=files_of_split, **options, **_get_text_options(kind, path))
 
 
 def load_rows(source: DataSource, args: ScriptArguments, fetched: Fetched | None = None) -> Rows:
@@ -112,14 +112,14 @@ def load_rows(source: DataSource, args: ScriptArguments, fetched: Fetched | None
 
 
 def list_columns(rows: Rows) -> list[str]:
-    """Return the columns of rows. For a stream without a schema, read them from its first row."""
+    """Return the column names of rows. For a stream without a schema, read them from its first row."""
     return rows.column_names or list(next(iter(rows), {}))
 
 
 def require_columns(source: str, features: Any, keys: dict[str, str]) -> None:
     """Raise ConfigError if a column is missing. ``keys`` maps each required column to the recipe key that sets it."""
     for column, key in keys.items():
-        if _feature_at(features, column) is None:
+        if _get_feature(features, column) is None:
             inside = features.get(column.partition(".")[0])
             paths = [f"{column.partition('.')[0]}.{name}" for name in inside] if isinstance(inside, dict) else []
             fix = f"write one of {', '.join(paths or features)}"
@@ -153,8 +153,11 @@ def _check_fields(files: list[Path]) -> None:
                 pass
 
 
-def _text_options(kind: str, file: Path) -> dict[str, Any]:
-    """Return options that read a .csv or .tsv file as text: type guessing would turn 007 into 7, and NA into None."""
+def _get_text_options(kind: str, file: Path) -> dict[str, Any]:
+    """Return options that read a .csv or .tsv file as text; no options for other kinds.
+
+    Type guessing would turn 007 into 7, and NA into None.
+    """
     if kind != "csv":
         return {}
     texts = dict.fromkeys(datafiles.csv_columns(file), str)
@@ -232,15 +235,15 @@ def make_problems(
     extra_columns = source.others
     if extra_columns is None:
         columns = [name for name in known if name not in (source.prompt, source.solution)]
-        left_out = {name: reason for name in columns if (reason := _left_out(name, known[name]))}
+        left_out = {name: reason for name in columns if (reason := _explain_left_out(name, known[name]))}
         counts.left_out |= left_out
         extra_columns = tuple(name for name in columns if name not in left_out)
-    passed = {datafiles.last_part(name): _common_type(_feature_at(known, name)) for name in extra_columns}
+    passed = {datafiles.last_part(name): _simplify_type(_get_feature(known, name)) for name in extra_columns}
     # Unselected columns are not decoded. In datasets with images, decoding them takes most of the time.
     read = [source.prompt, source.solution, *extra_columns]
     rows = rows.select_columns(list(dict.fromkeys(root_of(column, names) for column in read)))
 
-    def shaped() -> Iterator[Batch]:
+    def convert_batches() -> Iterator[Batch]:
         """Yield a batch of problems for each batch of rows."""
         unread, marker, system = rows.iter(batch_rows), args.dataset_solution_marker, args.system_prompt
         while True:
@@ -248,9 +251,9 @@ def make_problems(
                 batch = next(unread, None)
             if batch is None:
                 return
-            values = {column: _values(batch, column) for column in read}
+            values = {column: _get_values(batch, column) for column in read}
             prompts = [chat_of(value, source, system) for value in values[source.prompt]]
-            solutions = _as_written(values[source.solution], _feature_at(known, source.solution))
+            solutions = _round_to_written(values[source.solution], _get_feature(known, source.solution))
             answers = [answer_of(value, marker, source) for value in solutions]
             usable = [index for index, prompt in enumerate(prompts) if prompt and answers[index][0]]
             counts.read += len(prompts)
@@ -262,18 +265,18 @@ def make_problems(
             columns |= {datafiles.last_part(name): values[name] for name in extra_columns}
             yield select_rows(columns, usable)
 
-    return Problems(Features({"prompt": MESSAGES, "answer": Value("string"), **passed}), shaped())
+    return Problems(Features({"prompt": MESSAGES, "answer": Value("string"), **passed}), convert_batches())
 
 
-def _values(batch: Batch, column: str) -> list[Any]:
-    """Return the values of a column of a batch, or of a path into one, such as ``info.question``."""
+def _get_values(batch: Batch, column: str) -> list[Any]:
+    """Return the values of a column of a batch, or of a path into a column, such as ``info.question``."""
     root = root_of(column, list(batch))
     if root == column:
         return batch[column]
     return [value_at({root: value}, column) for value in batch[root]]
 
 
-def _feature_at(features: Any, column: str) -> Any:
+def _get_feature(features: Any, column: str) -> Any:
     """Return the type of a column, or of a path into one, such as ``info.question``. None if no row can have it."""
     if column in features:
         return features[column]
@@ -288,30 +291,30 @@ def _feature_at(features: Any, column: str) -> Any:
     return feature
 
 
-def _left_out(name: str, feature: Any) -> str:
-    """Return why rewards do not receive a column, or an empty text."""
+def _explain_left_out(name: str, feature: Any) -> str:
+    """Return why rewards do not receive a column: "reserved name" or "media". Empty if they do."""
     if name in datafiles.RESERVED_COLUMNS:
         return "reserved name"
     return "media" if _has_media(feature) else ""
 
 
 def _has_media(feature: Any) -> bool:
-    """Return whether a column holds images, audio, video or documents, also inside lists and dictionaries."""
+    """Return whether a column contains images, audio, video or documents, also inside lists and dictionaries."""
     if isinstance(feature, List | LargeList):
         return _has_media(feature.feature)
     return any(map(_has_media, feature.values())) if isinstance(feature, dict) else hasattr(feature, "embed_storage")
 
 
-def _common_type(feature: Any) -> Any:
+def _simplify_type(feature: Any) -> Any:
     """Return a column's type with plain texts and lists instead of large ones, so that datasets can be joined."""
     if isinstance(feature, List | LargeList):
-        return List(_common_type(feature.feature))
+        return List(_simplify_type(feature.feature))
     if isinstance(feature, dict):
-        return {name: _common_type(part) for name, part in feature.items()}
+        return {name: _simplify_type(part) for name, part in feature.items()}
     return Value("string") if feature == Value("large_string") else feature
 
 
-def _as_written(values: list[Any], feature: Any) -> list[Any]:
+def _round_to_written(values: list[Any], feature: Any) -> list[Any]:
     """Return values with float16 and float32 numbers rounded as a file shows them: 0.1, not 0.10000000149011612."""
     narrow = {"float16": numpy.float16, "float32": numpy.float32}.get(getattr(feature, "dtype", ""))
     if narrow is None:
@@ -320,11 +323,14 @@ def _as_written(values: list[Any], feature: Any) -> list[Any]:
 
 
 def drop_duplicates(source: Problems, counts: Counts) -> Problems:
-    """Return the problems without rows whose prompt and answer equal an earlier row. Count in ``counts`` when read."""
+    """Return problems that leave out rows whose prompt and answer equal an earlier row.
+
+    Rows are filtered, and counted in ``counts``, when they are read.
+    """
     answers_by_prompt: dict[bytes, set[bytes]] = {}
 
     def is_new(prompt: list[Message], answer: str) -> bool:
-        answers, digest = answers_by_prompt.setdefault(prompt_key(prompt), set()), _digest(answer)
+        answers, digest = answers_by_prompt.setdefault(hash_prompt(prompt), set()), _hash_text(answer)
         new = digest not in answers
         counts.duplicates += not new
         counts.other_answers += new and bool(answers)
@@ -340,7 +346,7 @@ def drop_duplicates(source: Problems, counts: Counts) -> Problems:
 
 
 def collect_rows(source: Problems, limit: int | None = None) -> Dataset:
-    """Return a dataset in memory with the first ``limit`` rows, or all rows if it is None.
+    """Read the first ``limit`` rows, or all rows if it is None, into a dataset in memory.
 
     No more batches are read than necessary.
     """
@@ -360,13 +366,13 @@ def select_rows(batch: Batch, indices: list[int]) -> Batch:
     return {name: [values[index] for index in indices] for name, values in batch.items()}
 
 
-def prompt_key(prompt: list[Message]) -> bytes:
-    """Return a digest that is the same for equal prompts."""
-    return _digest(json.dumps([[message["role"], message["content"]] for message in prompt]))
+def hash_prompt(prompt: list[Message]) -> bytes:
+    """Return a digest of 16 bytes that is the same for equal prompts."""
+    return _hash_text(json.dumps([[message["role"], message["content"]] for message in prompt]))
 
 
-def _digest(text: str) -> bytes:
-    """Return 16 bytes that are the same for equal texts. Invalid Unicode is accepted."""
+def _hash_text(text: str) -> bytes:
+    """Return a digest of 16 bytes that is the same for equal texts. Invalid Unicode is accepted."""
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
@@ -382,7 +388,7 @@ def load_mixture(
     mixture = DatasetMixtureConfig(**(args.dataset_mixture or {}))
     seed = int(mixture.seed)
     entries = [DatasetConfig(**entry) for entry in (args.dataset_mixture or {}).get("datasets", [])]
-    parts = [_part(entry, seed, args, counts, fetched) for entry in entries]
+    parts = [_load_part(entry, seed, args, counts, fetched) for entry in entries]
     names = dict.fromkeys(name for part in parts for name in part.column_names)
     first = parts[0].features
     common = [name for name in names if all(part.features.get(name) == first.get(name) for part in parts)]
@@ -396,7 +402,7 @@ def load_mixture(
     held_out_size = max(1, round(size * len(joined))) if size < 1 else int(size)
     groups: dict[bytes, list[int]] = {}  # rows by prompt; all rows of a prompt are in the same part
     for index, prompt in enumerate(joined["prompt"]):
-        groups.setdefault(prompt_key(prompt), []).append(index)
+        groups.setdefault(hash_prompt(prompt), []).append(index)
     held_out: list[int] = []
     training: list[int] = []
     for group in groups.values():
@@ -407,8 +413,10 @@ def load_mixture(
     return joined.select(sorted(training)), joined.select(held_out)
 
 
-def _part(entry: DatasetConfig, seed: int, args: ScriptArguments, counts: Counts, fetched: Fetched | None) -> Dataset:
-    """Return the problems of a dataset in the mixture, and their ``source``. ``weight`` is a fraction of its rows."""
+def _load_part(
+    entry: DatasetConfig, seed: int, args: ScriptArguments, counts: Counts, fetched: Fetched | None
+) -> Dataset:
+    """Read a dataset of the mixture as problems with the column ``source``. ``weight`` is a fraction of its rows."""
     rows = read_rows(entry.id, entry.config, entry.split, fetched=fetched)
     if entry.weight is not None:
         count = max(1, round(float(entry.weight) * len(rows)))

@@ -27,13 +27,13 @@ from grpo_recipes.data.problems import (
     collect_rows,
     describing_read_errors,
     drop_duplicates,
-    eval_source,
+    get_eval_source,
+    get_train_source,
+    hash_prompt,
     load_mixture,
     load_rows,
     make_problems,
-    prompt_key,
     select_rows,
-    train_source,
 )
 from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.recipe.configs import ScriptArguments
@@ -46,7 +46,7 @@ _MAX_SHOWN = 4000  # characters of a shown text
 
 @dataclass(frozen=True)
 class Renderer:
-    """Render prompts as TRL's trainer does, which sends token ids to the server."""
+    """Render prompts with the chat template as TRL's trainer does."""
 
     tokenizer: PreTrainedTokenizerBase
     """The tokenizer with its chat template."""
@@ -152,14 +152,14 @@ def load_prompts(
         """Read, render and filter the rows."""
         counts, limit = Counts(), args.max_train_prompts
         if (data := generated(args.dataset_name)) and data.ordered:
-            return _repeated_in_order(args, renderer, counts, least)
+            return _load_repeated(args, renderer, counts, least)
         if args.dataset_mixture:
             training, held_out = load_mixture(args, counts, fetched)
             if held_out is not None:
                 counts.notes.append(f"{len(held_out)} rows held out for evaluation (test_split_size)")
             candidates = Problems(training.features, training.iter(BATCH_ROWS))
         else:
-            source = train_source(args)
+            source = get_train_source(args)
             rows = load_rows(source, args, fetched)
             if limit and not args.dataset_streaming:
                 rows = rows.shuffle(seed=seed, keep_in_memory=True)
@@ -198,9 +198,9 @@ def load_eval_prompts(
     def prepare() -> Prompts:
         """Read, render and filter the rows."""
         counts = Counts()
-        source = eval_source(args) if args.eval_dataset_name or not args.dataset_mixture else None
+        source = get_eval_source(args) if args.eval_dataset_name or not args.dataset_mixture else None
         if source and (data := generated(source.id)) and data.ordered:
-            return _all_held_out(data, source, args, renderer, counts)
+            return _load_held_out(data, source, args, renderer, counts)
         rows = load_rows(source, args, fetched) if source else load_mixture(args, counts, fetched)[1]
         if rows is None:
             raise config_error("dataset_mixture", "nothing is held out to evaluate on", "add test_split_size to it")
@@ -226,31 +226,31 @@ def load_eval_prompts(
     return _prepare_on_main("eval", prepare)
 
 
-def _repeated_in_order(args: ScriptArguments, renderer: Renderer, counts: Counts, least: int) -> Prompts:
-    """Return all training problems, repeated until an epoch consists of whole steps of ``least``.
+def _load_repeated(args: ScriptArguments, renderer: Renderer, counts: Counts, least: int) -> Prompts:
+    """Load all training problems of a generated dataset, repeated until an epoch consists of whole steps of ``least``.
 
     TRL's sampler drops an incomplete step at the end of an epoch. With a common multiple of both numbers, step i of an
     unshuffled run has the problems at (i * least + j) mod their number, in every epoch.
     """
-    source = train_source(args)
+    source = get_train_source(args)
     problems = _load_all(source, args, renderer, counts)
     dataset = problems.select([row % len(problems) for row in range(math.lcm(len(problems), least))])
     return Prompts(dataset, counts, renderer.text(problems[0]["prompt"]), f"{len(problems)} problems of {source.id}")
 
 
-def _all_held_out(
+def _load_held_out(
     data: GeneratedData, source: DataSource, args: ScriptArguments, renderer: Renderer, counts: Counts
 ) -> Prompts:
-    """Return all evaluation problems of generated data, except copies of training problems.
+    """Load all evaluation problems of generated data, except copies of training problems.
 
     Raise ConfigError if all of them are copies.
     """
     problems = _load_all(source, args, renderer, counts)
     training_keys: set[bytes] = set()
     if args.dataset_name == source.id:
-        training = _load_all(train_source(args), args, renderer, Counts())
-        training_keys = set(map(prompt_key, training["prompt"]))
-    rows = [row for row, prompt in enumerate(problems["prompt"]) if prompt_key(prompt) not in training_keys]
+        training = _load_all(get_train_source(args), args, renderer, Counts())
+        training_keys = set(map(hash_prompt, training["prompt"]))
+    rows = [row for row, prompt in enumerate(problems["prompt"]) if hash_prompt(prompt) not in training_keys]
     if not rows:
         size_key, eval_size_key = data.size_keys
         problem = f"every problem of {eval_size_key} of '{source.id}' is also a training problem"
@@ -263,7 +263,7 @@ def _all_held_out(
 
 
 def _load_all(source: DataSource, args: ScriptArguments, renderer: Renderer, counts: Counts) -> Dataset:
-    """Return all problems of a generated dataset. Raise ConfigError if one is too long: the order must not shift."""
+    """Load all problems of a generated dataset. Raise ConfigError if one is too long: the order must not shift."""
     candidates = make_problems(load_rows(source, args), source, args, counts)
     dataset = _drop_too_long(candidates, renderer, args, counts, None)
     if counts.too_long:
@@ -273,7 +273,7 @@ def _load_all(source: DataSource, args: ScriptArguments, renderer: Renderer, cou
 
 
 def _prepare_on_main(name: str, prepare: Callable[[], Prompts]) -> Prompts:
-    """Call ``prepare`` only on rank 0. Every rank memory-maps the dataset that rank 0 writes to ``<run>/prompts``.
+    """Call ``prepare`` on rank 0, which saves the dataset to ``<run>/prompts``; memory-map it on every other rank.
 
     All nodes share the file system of the run directory. A single process writes nothing. A ConfigError of ``prepare``
     is raised on every rank. After another error, the other ranks raise a RuntimeError.
@@ -307,15 +307,15 @@ def _prepare_on_main(name: str, prepare: Callable[[], Prompts]) -> Prompts:
     return replace(prompts_without_rows, dataset=load_from_disk(outcome["folder"]))
 
 
-def first_problems(
+def load_first_problems(
     args: ScriptArguments, limit: int, fetched: Fetched | None = None
 ) -> tuple[list[dict[str, Any]], Counts]:
-    """Return the first ``limit`` training problems of a recipe, before any shuffle, with the counts."""
+    """Read the first ``limit`` training problems of a recipe, before any shuffle, and return them with the counts."""
     counts = Counts()
     if args.dataset_mixture:
         training, _ = load_mixture(args, counts, fetched)
         return training.select(range(min(limit, len(training)))).to_list(), counts
-    source = train_source(args)
+    source = get_train_source(args)
     problems = make_problems(load_rows(source, args, fetched), source, args, counts, batch_rows=limit)
     return collect_rows(problems, limit).to_list(), counts
 
@@ -323,7 +323,7 @@ def first_problems(
 def _drop_too_long(
     candidates: Problems, renderer: Renderer, args: ScriptArguments, counts: Counts, limit: int | None
 ) -> Dataset:
-    """Return the first ``limit`` problems with at most ``max_prompt_length`` tokens. Add to ``counts``.
+    """Return a dataset of the first ``limit`` problems with at most ``max_prompt_length`` tokens. Update ``counts``.
 
     A limit of None means no limit. Raise ConfigError if the chat template omits a message.
     """

@@ -37,7 +37,7 @@ from grpo_recipes.recipe.shapes import DataSource, Message, answer_of, chat_of
 from grpo_recipes.recipe.sources import source_of
 from grpo_recipes.rewards.answers import final_text
 from grpo_recipes.rewards.score import RewardWrapper, make_reward
-from grpo_recipes.rollouts.backends import Prompt, Sampling, Tokens, problem_seed, sampling_keys
+from grpo_recipes.rollouts.backends import Prompt, Sampling, Tokens, collect_sampling_keys, problem_seed
 from grpo_recipes.rollouts.source import SamplingTrainer
 from grpo_recipes.runs.rundir import read_json, write_json
 from grpo_recipes.secrets import masked
@@ -84,9 +84,10 @@ def load_problems(
 ) -> list[BenchmarkProblem]:
     """Read all problems of a benchmark, or a random sample of ``benchmark_max_problems``, in the dataset's order.
 
-    ``name`` is a name in ``benchmarks()`` or a .jsonl file. The seed also shuffles the options of multiple choice.
+    ``name`` is a name in ``benchmarks()`` or a .jsonl file. The seed selects the sample, and shuffles the options of
+    multiple choice. Raise ConfigError if the benchmark can't be read or has no rows.
     """
-    benchmark = _file_benchmark(name, args) if is_file(name) else benchmarks()[name]
+    benchmark = _make_file_benchmark(name, args) if is_file(name) else benchmarks()[name]
     source = DataSource(benchmark.id, benchmark.config, benchmark.split, benchmark.prompt, benchmark.solution, _KEYS)
     if generated(benchmark.id):
         rows: Any = load_rows(source, args)
@@ -96,10 +97,10 @@ def load_problems(
         raise config_error("benchmarks", f"'{benchmark.id}' has no rows", "name a dataset with rows")
     count = min(len(rows), args.benchmark_max_problems or len(rows))
     indices = sorted(random.Random(seed).sample(range(len(rows)), count))
-    return [_problem(index, rows[index], benchmark, source, args.system_prompt, seed) for index in indices]
+    return [_make_problem(index, rows[index], benchmark, source, args.system_prompt, seed) for index in indices]
 
 
-def _file_benchmark(name: str, args: ScriptArguments) -> Benchmark:
+def _make_file_benchmark(name: str, args: ScriptArguments) -> Benchmark:
     """Return the benchmark in a .jsonl file. Raise ConfigError without the file, or without usable columns in it."""
     path = os.path.expanduser(name)
     if not os.path.isfile(path):
@@ -113,7 +114,7 @@ def _file_benchmark(name: str, args: ScriptArguments) -> Benchmark:
     return Benchmark("", path, "test", prompt=columns[0], solution=columns[1])
 
 
-def _problem(
+def _make_problem(
     index: int, row: dict[str, Any], benchmark: Benchmark, source: DataSource, system: str | None, seed: int
 ) -> BenchmarkProblem:
     """Return the problem in a row. For multiple choice, add the options in random order. The answer is a letter.
@@ -136,7 +137,7 @@ def _problem(
 
 @dataclass(frozen=True)
 class Scorer:
-    """A reward that scores completions of a benchmark."""
+    """Score completions of a benchmark with a reward."""
 
     name: str
     """Name in the results."""
@@ -154,7 +155,7 @@ class Scorer:
         return [[next(scores) for _ in row] for row in texts]
 
 
-def recipe_scorer(names: Sequence[str], functions: Sequence[Any], script_args: Any, args: Any) -> Scorer:
+def make_recipe_scorer(names: Sequence[str], functions: Sequence[Any], script_args: Any, args: Any) -> Scorer:
     """Return a scorer with the recipe's first accuracy reward, or ``pure_accuracy_math`` if there is none.
 
     Rewards that judge only their own problems do not count. ``functions`` are the trainer's reward functions for
@@ -167,15 +168,15 @@ def recipe_scorer(names: Sequence[str], functions: Sequence[Any], script_args: A
     return Scorer(DEFAULT_ACCURACY, make_reward(DEFAULT_ACCURACY, script_args, args))
 
 
-def _data_of(name: str) -> GeneratedData | None:
+def _find_generated_data(name: str) -> GeneratedData | None:
     """Return the generated dataset of a benchmark. None for files, environments and datasets of the hub."""
     benchmark = benchmarks().get(name)
     return generated(benchmark.id) if benchmark else None
 
 
-def _scoring_of(name: str) -> Scoring | None:
+def _find_scoring(name: str) -> Scoring | None:
     """Return the functions for a benchmark's additional scores besides pass@k, or None if it has none."""
-    data = _data_of(name)
+    data = _find_generated_data(name)
     return data.scoring if data else None
 
 
@@ -191,7 +192,7 @@ def run_benchmarks(
     ``run`` is the run directory. ``fetched`` finds downloaded datasets (``data.read_rows``). Rank 0 calls
     ``stop_requested`` between chunks. Raise StoppedInBenchmarks if it returns True, BenchmarkFailed after a failure.
     """
-    scorer = recipe_scorer(script_args.reward_funcs, trainer.reward_funcs, script_args, trainer.args)
+    scorer = make_recipe_scorer(script_args.reward_funcs, trainer.reward_funcs, script_args, trainer.args)
     Runner(trainer, script_args, run, stop_requested, scorer, fetched).run_missing(script_args.benchmarks)
 
 
@@ -261,14 +262,14 @@ class Runner:
         longest = int(self.trainer.args.max_completion_length)
         sampling = Sampling(samples, self.args.benchmark_temperature, longest)
         problems = self.on_main(lambda: load_problems(name, self.args, self.trainer.args.seed, self.fetched))
-        prompts = self.on_main(lambda: self._rendered(name, problems, longest))
+        prompts = self.on_main(lambda: self._render_problems(name, problems, longest))
         step = max(1, CHUNK // samples)
         for start in range(0, len(problems), step):
             if self.on_main(self.stop_requested):
                 raise StoppedInBenchmarks(name, self.stage.progress)
             chunk, chunk_prompts = problems[start : start + step], prompts[start : start + step]
             sampled = None if rollouts.only_main_rank_samples else rollouts.sample(chunk_prompts, sampling)
-            self.on_main(partial(self._score, name, chunk, chunk_prompts, sampling, sampled, rows))
+            self.on_main(partial(self._score_chunk, name, chunk, chunk_prompts, sampling, sampled, rows))
 
     def on_main(self, work: Callable[[], _Result]) -> _Result:
         """Call ``work`` on rank 0. Return its result, or raise its error as BenchmarkFailed, on every rank."""
@@ -286,7 +287,7 @@ class Runner:
         result: _Result = outcome[0]
         return result
 
-    def _rendered(self, name: str, problems: list[BenchmarkProblem], max_tokens: int) -> list[Prompt]:
+    def _render_problems(self, name: str, problems: list[BenchmarkProblem], max_tokens: int) -> list[Prompt]:
         """Return the problems as token ids, rendered as in training, each with a sampling seed.
 
         Raise ValueError if a prompt with a completion of ``max_tokens`` does not fit ``vllm_max_model_length``.
@@ -301,16 +302,19 @@ class Runner:
         seeds = [problem_seed(self.trainer.args.seed, name, problem.index) for problem in problems]
         return [Prompt(tokens, seed) for tokens, seed in zip(ids, seeds, strict=True)]
 
-    def _score(
+    def _score_chunk(
         self, name: str, problems: list[BenchmarkProblem], prompts: list[Prompt], sampling: Sampling,
         sampled: list[list[Tokens]] | None, rows: list[dict[str, Any]],
     ) -> None:  # fmt: skip
-        """Score a chunk, sampled here if ``sampled`` is None, and add its rows to ``rows`` and to the file."""
+        """Score the completions of a chunk of problems, and append its rows to ``rows`` and to the benchmark's file.
+
+        ``sampled`` are the completions' token ids. With None, they are sampled here.
+        """
         completions = self.trainer.rollouts.sample(prompts, sampling) if sampled is None else sampled
         decode, end_ids = self.trainer.processing_class.batch_decode, set(self.trainer.eos_token_ids)
         texts = [decode(row, skip_special_tokens=True) for row in completions]
-        scores = self._scorer(name).scores(problems, texts)
-        chunk_rows, scoring = list[dict[str, Any]](), _scoring_of(name)
+        scores = self._make_scorer(name).scores(problems, texts)
+        chunk_rows, scoring = list[dict[str, Any]](), _find_scoring(name)
         for problem, ids, answers, problem_scores in zip(problems, completions, texts, scores, strict=True):
             row: dict[str, Any] = {
                 "problem": problem.prompt[-1]["content"], "gold": problem.gold, "scores": problem_scores,
@@ -323,7 +327,7 @@ class Runner:
         self.add_rows(name, chunk_rows, rows)
 
     def add_rows(self, name: str, new_rows: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
-        """Append results of problems to the benchmark's file, and without the completions to ``rows``."""
+        """Append the rows of problems to the benchmark's file, and to ``rows`` without the completions."""
         plain = re.sub(r"[^\w.-]+", "_", name.removesuffix(".jsonl"))
         path = self.folder / "benchmarks" / f"{self.stage.prefix}{plain}.jsonl"
         path.parent.mkdir(exist_ok=True)
@@ -341,7 +345,7 @@ class Runner:
         scores, golds = [row["scores"] for row in rows], [row["gold"] for row in rows]
         lengths, truncated = ([value for row in rows for value in row[key]] for key in ("lengths", "truncated"))
         result: dict[str, Any] = pass_table(scores)
-        scoring = _scoring_of(name)
+        scoring = _find_scoring(name)
         if scoring:
             result |= scoring.scores([row[scoring.column] for row in rows], golds)
         result |= {
@@ -349,7 +353,7 @@ class Runner:
             "no_verdict": sum(score is None for row in scores for score in row),
             "mean_length": round(sum(lengths) / len(lengths), 1),
             "truncated": round(sum(truncated) / len(truncated), 4),
-            "reward": self._reward_name(name), "temperature": self.args.benchmark_temperature,
+            "reward": self._get_reward_name(name), "temperature": self.args.benchmark_temperature,
             "seconds": round(seconds, 1),
         }  # fmt: skip
         if self._is_played(name):
@@ -364,7 +368,7 @@ class Runner:
         settings.pop(name, None)
         write_json(self._settings_file, settings)  # a crash must not leave a new result with old settings
         write_json(results, {**read_json(results), name: result})
-        write_json(self._settings_file, {**settings, name: self._settings(name)})
+        write_json(self._settings_file, {**settings, name: self._collect_settings(name)})
 
     def _is_played(self, name: str) -> bool:
         """Return whether the recipe's source of completions runs this benchmark itself, by playing episodes."""
@@ -372,35 +376,35 @@ class Runner:
         source = source_of(lookup)
         return source is not None and name in source.benchmarks(lookup)
 
-    def _scorer(self, name: str) -> Scorer:
+    def _make_scorer(self, name: str) -> Scorer:
         """Return the scorer with the reward of the benchmark's generated data, or else the recipe's."""
-        data = _data_of(name)
+        data = _find_generated_data(name)
         reward = data.reward if data else None
         return Scorer(reward, make_reward(reward, self.args, self.trainer.args)) if reward else self.scorer
 
-    def _reward_name(self, name: str) -> str:
+    def _get_reward_name(self, name: str) -> str:
         """Return the name of the reward that scores a benchmark, for its result."""
-        return SOURCE_REWARD if self._is_played(name) else self._scorer(name).name
+        return SOURCE_REWARD if self._is_played(name) else self._make_scorer(name).name
 
     def _has_result(self, name: str) -> bool:
         """Return whether an earlier attempt finished this benchmark on this model with these settings."""
-        return bool(read_json(self._settings_file).get(name) == json.loads(json.dumps(self._settings(name))))
+        return bool(read_json(self._settings_file).get(name) == json.loads(json.dumps(self._collect_settings(name))))
 
-    def _settings(self, name: str) -> dict[str, Any]:
+    def _collect_settings(self, name: str) -> dict[str, Any]:
         """Return the step and all settings that change a benchmark's result. A changed one makes it run again."""
         args, file = self.args, Path(os.path.expanduser(name))
-        data = _data_of(name)
+        data = _find_generated_data(name)
         return {
             "problems": fingerprint(file) if is_file(name) and file.is_file() else None,
             "step": self.trainer.state.global_step, "seed": self.trainer.args.seed,
             "samples": args.benchmark_samples, "temperature": args.benchmark_temperature,
             "max_completion_length": self.trainer.args.max_completion_length,
-            "max_problems": args.benchmark_max_problems, "reward": self._reward_name(name),
+            "max_problems": args.benchmark_max_problems, "reward": self._get_reward_name(name),
             **({data.scheme: data.fingerprint(partial(getattr, args))} if data and not data.in_files else {}),
             **(self.trainer.source.benchmark_settings() if self.trainer.source and self._is_played(name) else {}),
             "answer_matching": args.answer_matching, "system_prompt": args.system_prompt,
             "chat_template": args.chat_template, "chat_template_kwargs": self.trainer.args.chat_template_kwargs,
-            **sampling_keys(self.trainer),
+            **collect_sampling_keys(self.trainer),
         }  # fmt: skip
 
     @property
@@ -420,8 +424,8 @@ class UntrainedBenchmarks(TrainerCallback):
         self, trainer: SamplingTrainer, script_args: ScriptArguments, run: Path, stop_requested: Callable[[], bool]
     ) -> None:
         self._trainer = trainer
-        self._names = [name for name in script_args.benchmarks if _scoring_of(name)]
-        scorer = recipe_scorer(script_args.reward_funcs, trainer.reward_funcs, script_args, trainer.args)
+        self._names = [name for name in script_args.benchmarks if _find_scoring(name)]
+        scorer = make_recipe_scorer(script_args.reward_funcs, trainer.reward_funcs, script_args, trainer.args)
         self._runner = Runner(trainer, script_args, run, stop_requested, scorer, None, UNTRAINED)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -1,7 +1,7 @@
 """Score completions in evaluations and in `grpo eval`: rewards, correctness, and scores of k samples.
 
 rewards_BR, reasons = call_rewards(rewards, rows, ids, texts)
-group_scores(rewards_BR, names, weights_R, answers, repeats)  # {"pass@1": (0.5, (0.4, 0.6)), ...}
+score_groups(rewards_BR, names, weights_R, answers, repeats)  # {"pass@1": (0.5, (0.4, 0.6)), ...}
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ RIGHT = 1.0 - 1e-6  # lowest accuracy reward of a right answer
 _TRL_COLUMNS = ("prompt", "completion", "completion_ids")  # TRL passes these columns to rewards under other names
 
 
-def weighted_rewards(rewards_BR: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
+def sum_weighted_rewards(rewards_BR: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
     """Return the weighted sum of each completion's rewards as TRL does, (B,). NaN if no reward scored it."""
     sums_B = (rewards_BR * weights_R.to(rewards_BR.device)).nansum(dim=1)
     return sums_B.masked_fill(rewards_BR.isnan().all(dim=1), torch.nan)
 
 
 def accuracy(rewards_BR: torch.Tensor, names: list[str]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return which completions an accuracy reward judged and which are right, (B,) each. None without such a reward."""
+    """Return masks of the completions that an accuracy reward judged and of those that are right, both (B,).
+
+    Return None if no reward in ``names`` is an accuracy reward.
+    """
     known = rewards()
     columns = [index for index, name in enumerate(names) if name in known and known[name].accuracy]
     if not columns:
@@ -43,14 +46,14 @@ def judge_completions(rewards_BR: torch.Tensor, names: list[str], weights_R: tor
     An accuracy reward decides. In a recipe without one, completions with a weighted reward of at least 1 are right. If
     such rewards are graded and none reaches 1, the right completions are unknown.
     """
-    totals_B = weighted_rewards(rewards_BR, weights_R)
+    totals_B = sum_weighted_rewards(rewards_BR, weights_R)
     are_graded = ((totals_B > 1 - RIGHT) & (totals_B < RIGHT)).any() and not (totals_B >= RIGHT).any()
     known_B = torch.zeros_like(totals_B, dtype=torch.bool) if are_graded else ~totals_B.isnan()
     judged_B, right_B = accuracy(rewards_BR, names) or (known_B, totals_B >= RIGHT)
     return [right if judged else None for judged, right in zip(judged_B.tolist(), right_B.tolist(), strict=True)]
 
 
-def answer_in(completion: str | list[dict[str, Any]]) -> str | None:
+def extract_answer(completion: str | list[dict[str, Any]]) -> str | None:
     """Return the text in the last ``<answer>…</answer>`` of a completion, or in its last box if it has no such tag.
 
     Only the text after the last ``</think>`` counts (``final_text``). Return None if there is no answer, if the answer
@@ -61,7 +64,7 @@ def answer_in(completion: str | list[dict[str, Any]]) -> str | None:
     return (answer or "").strip() or None
 
 
-def answer_labels(answers: list[str | None]) -> list[int | None]:
+def label_answers(answers: list[str | None]) -> list[int | None]:
     """Return for each answer to a prompt the index of the first equal answer, to count votes. None for no answer."""
     firsts: list[int] = []
     labels: list[int | None] = []
@@ -76,26 +79,26 @@ def answer_labels(answers: list[str | None]) -> list[int | None]:
     return labels
 
 
-def reward_means(rewards_BR: torch.Tensor, names: list[str], weights_R: torch.Tensor) -> dict[str, float]:
+def average_rewards(rewards_BR: torch.Tensor, names: list[str], weights_R: torch.Tensor) -> dict[str, float]:
     """Return mean and standard deviation of the weighted reward and of each reward, by the names of TRL's metrics.
 
     Unscored values (NaN) in ``rewards_BR`` are left out. The mean of no values is NaN. The deviation of fewer than two
     values is 0.
     """
-    weighted_B = weighted_rewards(rewards_BR, weights_R)
-    means = {"reward": weighted_B.nanmean(), "reward_std": _nanstd(weighted_B)}
+    weighted_B = sum_weighted_rewards(rewards_BR, weights_R)
+    means = {"reward": weighted_B.nanmean(), "reward_std": _compute_nanstd(weighted_B)}
     for name, column_B in zip(names, rewards_BR.T, strict=True):
-        means |= {f"rewards/{name}/mean": column_B.nanmean(), f"rewards/{name}/std": _nanstd(column_B)}
+        means |= {f"rewards/{name}/mean": column_B.nanmean(), f"rewards/{name}/std": _compute_nanstd(column_B)}
     return {name: value.item() for name, value in means.items()}
 
 
-def _nanstd(values: torch.Tensor) -> torch.Tensor:
+def _compute_nanstd(values: torch.Tensor) -> torch.Tensor:
     """Return the standard deviation of the values that are not NaN. 0 for fewer than two."""
     known = values[~values.isnan()]
     return known.std() if len(known) > 1 else torch.zeros(())
 
 
-def group_scores(
+def score_groups(
     rewards_BR: torch.Tensor, names: list[str], weights_R: torch.Tensor, answers: Sequence[str | None], repeats: int,
     ks: Sequence[int] | None = None,
 ) -> dict[str, tuple[float, Interval | None]]:  # fmt: skip
@@ -108,9 +111,9 @@ def group_scores(
     def groups(values: Sequence[Any]) -> list[list[Any]]:
         return [list(values[start : start + repeats]) for start in range(0, len(rewards_BR), repeats)]
 
-    totals = [None if math.isnan(total) else total for total in weighted_rewards(rewards_BR, weights_R).tolist()]
+    totals = [None if math.isnan(total) else total for total in sum_weighted_rewards(rewards_BR, weights_R).tolist()]
     right = judge_completions(rewards_BR, names, weights_R)
-    return scores_at_k(groups(totals), groups(right), [answer_labels(group) for group in groups(answers)], ks)
+    return scores_at_k(groups(totals), groups(right), [label_answers(group) for group in groups(answers)], ks)
 
 
 def call_rewards(

@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import quote
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, hub_answers, unreachable_reason
+from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, explain_unreachable_hub, hub_answers
 from grpo_recipes.paths import cache_root, python_module, shell_quote
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import Recipe
@@ -69,7 +69,7 @@ class Asset:
 
     @property
     def from_hub(self) -> bool:
-        """Whether it comes from the hub."""
+        """Whether the asset comes from the hub; local and generated assets have no revision."""
         return self.revision is not None
 
     @property
@@ -93,13 +93,16 @@ class Assets:
 
     @property
     def lookup(self) -> Lookup:
-        """A function ``lookup(id, config, split)`` that returns the folder of a fetched dataset, or None."""
+        """A function ``lookup(id, config, split)`` that returns the folder of a downloaded dataset, or None."""
         datasets = [asset for asset in self.present if asset.kind != MODEL and asset.from_hub]
         paths = {(asset.id, asset.config, asset.split): Path(asset.path) for asset in datasets}
         return lambda name, config, split: paths.get((name, config, split))
 
     def offline_variables(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that keep a run offline; none if assets are missing or the user set HF_HUB_OFFLINE."""
+        """Return the variables that keep Hugging Face libraries offline during the run.
+
+        Return no variables if assets are missing or the user set HF_HUB_OFFLINE.
+        """
         if self.missing or "HF_HUB_OFFLINE" in environment:
             return {}
         return {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -124,7 +127,7 @@ def list_assets(recipe: Recipe, local: bool = False) -> list[Asset]:
     the entry with the largest limit.
     """
     assets: dict[tuple[Any, ...], Asset] = {}
-    for asset in _recipe_assets(recipe):
+    for asset in _iterate_recipe_assets(recipe):
         identity = replace(asset, limit=None).identity
         previous = assets.get(identity)
         if asset.id and (previous is None or (asset.limit or math.inf) > (previous.limit or math.inf)):
@@ -132,8 +135,8 @@ def list_assets(recipe: Recipe, local: bool = False) -> list[Asset]:
     return [asset for asset in assets.values() if asset.is_local == local]
 
 
-def _recipe_assets(recipe: Recipe) -> Iterator[Asset]:
-    """Yield the models, the training and evaluation sets and the benchmarks of a recipe, possibly repeatedly."""
+def _iterate_recipe_assets(recipe: Recipe) -> Iterator[Asset]:
+    """Yield the models, the training and evaluation sets and the benchmarks of a recipe, possibly with duplicates."""
 
     def dataset(key: str, name: str | None, config: str | None, split: str | None, limit: int | None = None) -> Asset:
         return Asset(kind=DATASET, id=name or "", config=config, split=split, limit=limit, where=recipe.source(key))
@@ -166,13 +169,16 @@ def _recipe_assets(recipe: Recipe) -> Iterator[Asset]:
         yield dataset("benchmarks", name, config, split)
 
 
-def hub_assets(recipe: Recipe, recorded: list[dict[str, Any]] | None = None) -> list[Asset]:
-    """Return the hub assets that a run reads. An asset in ``recorded`` has its recorded commit as the revision."""
+def list_hub_assets(recipe: Recipe, recorded: list[dict[str, Any]] | None = None) -> list[Asset]:
+    """Return the models and datasets that a run reads from the hub.
+
+    An asset that ``recorded`` contains has its recorded commit as the revision.
+    """
     commits = {asset.identity: asset.commit for asset in _read_assets(recorded) if asset.from_hub}
     return [replace(asset, revision=commits.get(asset.identity, asset.revision)) for asset in list_assets(recipe)]
 
 
-def local_assets(recipe: Recipe, environment: Mapping[str, str]) -> list[Asset]:
+def list_local_assets(recipe: Recipe, environment: Mapping[str, str]) -> list[Asset]:
     """Return the local files, folders and built-in data that a run reads, with their fingerprints as commits.
 
     Raise ConfigError if a file or folder does not exist.
@@ -195,10 +201,10 @@ def local_assets(recipe: Recipe, environment: Mapping[str, str]) -> list[Asset]:
 
 
 def fingerprint(path: Path) -> str:
-    """Return a short hash of a file or folder, cheap for weights of any size.
+    """Return a hash of 16 hex digits of a local file or folder, cheap for weights of any size.
 
-    For a folder it covers names, sizes and small JSON files, except hidden files. For a file it covers the size and the
-    first and last MiB.
+    For a folder it covers names, sizes and the contents of small JSON files, except hidden files. For a file it covers
+    the size and the first and last MiB.
     """
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
@@ -221,7 +227,7 @@ def find_assets(recipe: Recipe, environment: Mapping[str, str], recorded: list[d
     A resumed run uses the ``recorded`` commits. Nothing is downloaded. Raise ConfigError if a local file or folder is
     missing.
     """
-    local, from_hub = local_assets(recipe, environment), hub_assets(recipe, recorded)
+    local, from_hub = list_local_assets(recipe, environment), list_hub_assets(recipe, recorded)
     records = [find_record(asset, environment) for asset in from_hub]
     missing = [asset for asset, record in zip(from_hub, records, strict=True) if record is None]
     return Assets([*local, *filter(None, records)], missing)
@@ -248,7 +254,7 @@ def ensure_assets(
         return assets
     command = f"grpo fetch {' '.join(map(shell_quote, arguments))}"
     if not hub_answers(environment):
-        reason, fix = unreachable_reason(environment), f"run on the login node: {command}"
+        reason, fix = explain_unreachable_hub(environment), f"run on the login node: {command}"
         raise ConfigError(
             *(Problem(asset.where, f"{asset} is not on this machine and {reason}", fix) for asset in assets.missing)
         )
@@ -266,9 +272,9 @@ def ensure_assets(
 
 
 def record_assets(run: Run, assets: Assets) -> None:
-    """Record the assets of a run in its run directory.
+    """Write the assets of a run to its directory: commits to ``run.json`` once, current paths to ``sources.json``.
 
-    The commits go to ``run.json``, once per run, and the current paths for the trainers to ``sources.json``.
+    The trainers read ``sources.json``.
     """
     with recording_changes(run.folder):
         if "sources" not in run.identity:
@@ -277,7 +283,7 @@ def record_assets(run: Run, assets: Assets) -> None:
         write_json(run.folder / "sources.json", {"sources": assets.as_json()})
 
 
-def fetched_datasets(folder: Path) -> Lookup:
+def find_fetched_datasets(folder: Path) -> Lookup:
     """Return a function ``lookup(id, config, split)`` that finds a run's downloaded datasets by ``sources.json``.
 
     It returns a folder for ``datasets.load_from_disk``, or None.
@@ -286,21 +292,25 @@ def fetched_datasets(folder: Path) -> Lookup:
 
 
 def _read_assets(entries: list[dict[str, Any]] | None) -> list[Asset]:
+    """Return the assets in entries of ``run.json`` or ``sources.json``."""
     return [Asset(**entry) for entry in entries or []]
 
 
 def write_record(asset: Asset, environment: Mapping[str, str]) -> None:
-    """Record a fetched asset under the requested revision, and under its commit for resumed runs."""
+    """Write the record of a downloaded asset twice: under its requested revision and, for resumed runs, its commit."""
     content = {key: value for key, value in asdict(asset).items() if key not in ("where", "code")}
     for revision in (asset.commit, asset.revision):
-        path = record_file(replace(asset, revision=revision), environment)
+        path = get_record_path(replace(asset, revision=revision), environment)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, content)
 
 
 def find_record(asset: Asset, environment: Mapping[str, str]) -> Asset | None:
-    """Return a downloaded asset with its recorded commit and files; None if it is missing or incomplete."""
-    path = record_file(asset, environment)
+    """Return a downloaded asset with its recorded commit and files.
+
+    Return None if it has no valid record, or if one of its files is missing or has another size.
+    """
+    path = get_record_path(asset, environment)
     content = (load_json_mapping(path.read_bytes()) if path.is_file() else None) or {}
     if not {"commit", "path", "files"} <= content.keys():
         return None  # not fetched, or damaged
@@ -310,20 +320,20 @@ def find_record(asset: Asset, environment: Mapping[str, str]) -> Asset | None:
     return record if all(file.is_file() and file.stat().st_size == size for file, size in files) else None
 
 
-def record_file(asset: Asset, environment: Mapping[str, str]) -> Path:
-    """Return the path of an asset's record."""
+def get_record_path(asset: Asset, environment: Mapping[str, str]) -> Path:
+    """Return the path of an asset's record, ``<CACHE_ROOT>/fetched/<name>.json``."""
     identity_hash = hashlib.sha256(json.dumps([*asset.identity, asset.revision, asset.code]).encode()).hexdigest()
-    name = f"{asset.kind}--{_slug(asset)}@{quote(str(asset.revision), safe='')[:12]}-{identity_hash[:8]}"
+    name = f"{asset.kind}--{_format_asset_name(asset)}@{quote(str(asset.revision), safe='')[:12]}-{identity_hash[:8]}"
     return cache_root(environment) / "fetched" / f"{name}.json"
 
 
-def dataset_folder(asset: Asset, commit: str, environment: Mapping[str, str]) -> Path:
-    """Return the folder of a fetched dataset: ``<CACHE_ROOT>/datasets/<id>--<config>--<split>--<commit>``."""
-    return cache_root(environment) / "datasets" / f"{_slug(asset)}--{commit[:12]}"
+def get_dataset_folder(asset: Asset, commit: str, environment: Mapping[str, str]) -> Path:
+    """Return the folder of a downloaded dataset: ``<CACHE_ROOT>/datasets/<id>--<config>--<split>--<commit>``."""
+    return cache_root(environment) / "datasets" / f"{_format_asset_name(asset)}--{commit[:12]}"
 
 
-def _slug(asset: Asset) -> str:
-    """Return an asset as part of a file name, which differs for splits like ``train[:10%]`` and ``train[:10]``."""
+def _format_asset_name(asset: Asset) -> str:
+    """Return an asset's id, config, split and row limit as part of a file name, with special characters quoted."""
     rows = f"first-{asset.limit}" if asset.limit else None
     parts = "--".join(part for part in (asset.id, asset.config, asset.split, rows) if part)
     return quote(parts, safe="").replace("%2F", "--")

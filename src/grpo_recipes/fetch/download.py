@@ -1,4 +1,4 @@
-"""Download models and datasets at resolved commits. Needs huggingface_hub and datasets, not torch.
+"""Download models and datasets at resolved commits, and record them. Needs huggingface_hub and datasets, not torch.
 
 Both libraries read HF_HOME, HF_ENDPOINT and similar variables at their import: set those before you import this module.
 """
@@ -23,8 +23,8 @@ import httpx
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 
 from grpo_recipes.errors import ConfigError, config_error, translate
-from grpo_recipes.fetch.assets import MODEL, Asset, dataset_folder, record_file, write_record
-from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, error_line, how_to_get_access
+from grpo_recipes.fetch.assets import MODEL, Asset, get_dataset_folder, get_record_path, write_record
+from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, explain_access, format_error_line
 from grpo_recipes.paths import nearest_existing_folder
 from grpo_recipes.process.reports import gigabytes
 
@@ -70,9 +70,9 @@ _ERROR_TABLE: tuple[tuple[Any, str, str], ...] = (
 _FAILURES = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, *_HUB_ERRORS)
 
 
-def commit_of(asset: Asset) -> str:
-    """Return the current commit of an asset's revision on the hub; raise ConfigError if it cannot be read."""
-    with translate(_FAILURES, lambda error: _hub_error(error, asset)):
+def read_hub_commit(asset: Asset) -> str:
+    """Request the current commit of an asset's revision from the hub. Raise ConfigError if that fails."""
+    with translate(_FAILURES, lambda error: _describe_hub_error(error, asset)):
         return str(_repository_info(asset).sha)
 
 
@@ -80,42 +80,43 @@ def fetch(asset: Asset, environment: Mapping[str, str]) -> Asset:
     """Download an asset at the current commit of its revision, record it, and return it with its path and files.
 
     A model's files go to the hub client's cache. A dataset goes to ``<CACHE_ROOT>/datasets``, complete or not at all.
-    Raise a ConfigError if it does not exist, may not be read or does not fit, or if the hub does not answer.
+    Raise ConfigError if it does not exist, may not be read or does not fit, or if the hub does not answer.
     """
-    with translate(_FAILURES, lambda error: _hub_error(error, asset)):
+    with translate(_FAILURES, lambda error: _describe_hub_error(error, asset)):
         fetched = _fetch_model(asset) if asset.kind == MODEL else _fetch_dataset(asset, environment)
         write_record(fetched, environment)
         return fetched
 
 
-def _hub_error(error: Exception, asset: Asset) -> ConfigError:
-    """Translate an error of the hub or of reading its data to a ConfigError of one line."""
+def _describe_hub_error(error: Exception, asset: Asset) -> ConfigError:
+    """Return the ConfigError, with fault and fix, for an error of the hub or of reading its data."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, _HUB_ERRORS):
         cause = cause.__cause__ or cause.__context__  # datasets wraps the hub's answer
     is_gated = "gated dataset" in str(error)  # datasets raises this without a cause
     matching_rows = (row for row in _ERROR_TABLE if isinstance(cause or error, row[0]))
     _, fault, fix = _ERROR_TABLE[0] if is_gated else next(matching_rows)
-    access = how_to_get_access(asset.id, asset.kind)
-    values = {"asset": asset, "access": access, "hub": constants.ENDPOINT, "line": error_line(error)}
+    access = explain_access(asset.id, asset.kind)
+    values = {"asset": asset, "access": access, "hub": constants.ENDPOINT, "line": format_error_line(error)}
     return config_error(asset.where, fault.format(**values), fix.format(**values))
 
 
 def _repository_info(asset: Asset, files_metadata: bool = False) -> Any:
+    """Request the hub's description of an asset's repository at its revision, with file sizes if requested."""
     repo, kind = asset.id, asset.kind
     return HfApi().repo_info(repo, repo_type=kind, revision=asset.revision, files_metadata=files_metadata)
 
 
-def _with_files(asset: Asset, info: Any, folder: Path, names: list[str]) -> Asset:
-    """Return a downloaded asset with its commit, license and the files ``names`` of a folder."""
+def _add_files(asset: Asset, info: Any, folder: Path, names: list[str]) -> Asset:
+    """Return a downloaded asset with its commit, its license, and the sizes of the files ``names`` in a folder."""
     licence = getattr(info.card_data, "license", None)
     licence = licence if isinstance(licence, str) else None
     files = {name: (folder / name).stat().st_size for name in names}
     return replace(asset, commit=info.sha, path=str(folder), licence=licence, files=files)
 
 
-def files_to_download(sizes: Mapping[str, int], code: bool = False) -> list[str]:
-    """Return the files to download: safetensors (else pytorch_model*.bin), configuration and tokenizer.
+def choose_files(sizes: Mapping[str, int], code: bool = False) -> list[str]:
+    """Choose a model repository's files to download: safetensors (else pytorch_model*.bin), configs and tokenizer.
 
     ``sizes`` has the bytes of every file of the repository. With ``code``, its Python files are included.
     """
@@ -135,7 +136,7 @@ def _fetch_model(asset: Asset) -> Asset:
     Raise ConfigError if the repository has no model files, or the disk has too little space.
     """
     info = _repository_info(asset, files_metadata=True)
-    names = files_to_download({file.rfilename: file.size or 0 for file in info.siblings or []}, asset.code)
+    names = choose_files({file.rfilename: file.size or 0 for file in info.siblings or []}, asset.code)
     if not names:
         raise config_error(asset.where, f"{asset} contains no model files", "use a repository with weights")
     arguments: dict[str, Any] = {"revision": info.sha, "allow_patterns": [glob.escape(name) for name in names]}
@@ -148,20 +149,23 @@ def _fetch_model(asset: Asset) -> Asset:
         raise config_error(asset.where, fault, "free space, or set CACHE_ROOT or HF_HOME to a larger file system")
     with ExitStack() as exits:
         exits.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, _exit_at_once))
-        return _with_files(asset, info, Path(snapshot_download(asset.id, **arguments)), names)
+        return _add_files(asset, info, Path(snapshot_download(asset.id, **arguments)), names)
 
 
 def _exit_at_once(*_: object) -> None:
-    """Exit on Ctrl-C without waiting for download threads, which would first finish their files of many GB."""
+    """Print a message and exit at once on Ctrl-C: download threads would first finish their files of many GB."""
     print(INTERRUPTED, file=sys.stderr, flush=True)
     os._exit(EXIT_INTERRUPTED)
 
 
 def _fetch_dataset(asset: Asset, environment: Mapping[str, str]) -> Asset:
-    """Save a dataset's rows in a temporary folder, then rename it; skip this if they are already saved."""
+    """Download a dataset's rows to a temporary folder, rename it, and return the asset with its path and files.
+
+    Nothing is downloaded if the rows are already saved. A lock file lets parallel fetches wait for each other.
+    """
     info = _repository_info(asset)
-    folder = dataset_folder(asset, info.sha, environment)
-    lock = record_file(replace(asset, revision=info.sha), environment).with_suffix(".lock")
+    folder = get_dataset_folder(asset, info.sha, environment)
+    lock = get_record_path(replace(asset, revision=info.sha), environment).with_suffix(".lock")
     for parent in (folder.parent, lock.parent):
         parent.mkdir(parents=True, exist_ok=True)
     temporary_prefix = f".{folder.name}."
@@ -182,11 +186,11 @@ def _fetch_dataset(asset: Asset, environment: Mapping[str, str]) -> Asset:
                     shutil.rmtree(folder, ignore_errors=True)
                     os.rename(f"{temporary}/rows", folder)
     names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
-    return _with_files(asset, info, folder, names)
+    return _add_files(asset, info, folder, names)
 
 
 def _is_complete(folder: Path) -> bool:
-    """Return whether saved rows can be read, since many clusters remove single old files."""
+    """Return whether the saved rows in a folder can be read; many clusters remove single old files."""
     with suppress(OSError, ValueError):  # a file is missing or truncated
         return datasets.load_from_disk(str(folder)) is not None
     return False

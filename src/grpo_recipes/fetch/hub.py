@@ -1,4 +1,4 @@
-"""Reach the Hugging Face hub: whether it answers, which models are gated, and a limit on every wait."""
+"""Test the connection to the Hugging Face hub, explain failures and gated models, and limit every wait."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,13 +20,13 @@ _GATED = (
 
 
 def is_offline(environment: Mapping[str, str]) -> bool:
-    """Return whether the user's environment keeps the hub's clients offline."""
+    """Return whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE keeps the hub's clients offline."""
     values = (environment.get(name, "") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     return any(value.lower() in ("1", "on", "yes", "true") for value in values)  # the values huggingface_hub accepts
 
 
 def endpoint(environment: Mapping[str, str]) -> str:
-    """Return the hub's address: HF_ENDPOINT, or the public hub."""
+    """Return the hub's address without a final slash: HF_ENDPOINT, or the public hub."""
     return (environment.get("HF_ENDPOINT") or HUB).rstrip("/")
 
 
@@ -35,18 +35,18 @@ def hub_answers(environment: Mapping[str, str], timeout: float = 5.0) -> bool:
     return not is_offline(environment) and can_reach(endpoint(environment), environment, timeout)
 
 
-def unreachable_reason(environment: Mapping[str, str]) -> str:
-    """Return the reason why the hub cannot be reached, as text: it is offline by a variable, or does not answer."""
+def explain_unreachable_hub(environment: Mapping[str, str]) -> str:
+    """Return why the hub cannot be reached: "HF_HUB_OFFLINE is set", or "ADDRESS does not answer"."""
     return "HF_HUB_OFFLINE is set" if is_offline(environment) else f"{endpoint(environment)} does not answer"
 
 
-def error_line(error: Exception) -> str:
+def format_error_line(error: Exception) -> str:
     """Return an error's message as one line with masked secrets."""
     return masked(" ".join(str(error).split())[:300]).rstrip(".") or type(error).__name__
 
 
 def limit_every_wait(seconds: float) -> None:
-    """Limit each connection, read and write of huggingface_hub; by default some of them have no limit."""
+    """Set a timeout for each connection, read and write of huggingface_hub; some have none by default."""
     from huggingface_hub import set_client_factory
     from huggingface_hub.utils._http import default_client_factory
 
@@ -58,12 +58,12 @@ def limit_every_wait(seconds: float) -> None:
     set_client_factory(client_with_timeout)
 
 
-def gated_note(model: str) -> str | None:
-    """Return the steps before this model can be downloaded, or None if it is not known to be gated."""
-    return f"{model} is gated: {how_to_get_access(model)}; grpo fetch tests it" if model.startswith(_GATED) else None
+def describe_gated_model(model: str) -> str | None:
+    """Return a note with the steps before this model can be downloaded, or None if its name is not known as gated."""
+    return f"{model} is gated: {explain_access(model)}; grpo fetch tests it" if model.startswith(_GATED) else None
 
 
-def how_to_get_access(name: str, kind: str = "model") -> str:
+def explain_access(name: str, kind: str = "model") -> str:
     """Return the steps that give access to a gated model or dataset."""
     page = f"{HUB}/{'datasets/' if kind == 'dataset' else ''}{name}"
     return f"accept its license at {page}, then export HF_TOKEN or run hf auth login"

@@ -101,10 +101,10 @@ def sample_rows(recipe: Recipe, most: int, fetched: Any) -> tuple[list[dict[str,
     """
     from datasets import disable_progress_bars
 
-    from grpo_recipes.data.prompts import first_problems
+    from grpo_recipes.data.prompts import load_first_problems
 
     disable_progress_bars()
-    return first_problems(_settings(recipe), most, fetched)
+    return load_first_problems(_settings(recipe), most, fetched)
 
 
 def _settings(recipe: Recipe) -> Any:

@@ -1,7 +1,7 @@
-"""Where completions come from: the run's vLLM server, an external server, vLLM inside the trainers, or transformers.
+"""Sample completions from the run's vLLM server, an external server, vLLM inside the trainers, or transformers.
 
 The trainer only knows ``Rollouts``: prompts in, token ids and log-probs out. Each benchmark prompt has its own seed, so
-a problem gets the same noise in any batch. With transformers, each batch has one stream of noise.
+the random numbers of a problem do not depend on its batch. With transformers, a batch shares one random generator.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def problem_seed(run_seed: int, benchmark: str, index: int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
-def sampling_keys(trainer: Trainer) -> dict[str, Any]:
-    """Return the recipe's top_p, top_k, min_p and repetition_penalty, which change the sampling distribution."""
+def collect_sampling_keys(trainer: Trainer) -> dict[str, Any]:
+    """Return the trainer's top_p, top_k, min_p and repetition_penalty, which change the sampling distribution."""
     keys = {"top_p": trainer.top_p, "top_k": trainer.top_k, "min_p": trainer.min_p or 0.0}
     return {**keys, "repetition_penalty": trainer.repetition_penalty}
 
@@ -91,11 +91,11 @@ class Rollouts:
 
     @property
     def transfers(self) -> int:
-        """A number that changes with each transfer of weights. Always 0 if no weights are sent."""
+        """A number that changes with each transfer of weights to the sampler. Always 0 if no weights are sent."""
         return 0
 
     def name_generation(self, name: str) -> None:
-        """Derive the sampling seeds of the next generation from this name. Ignored by samplers without seeds."""
+        """Set the name from which the next generation's sampling seeds derive. Ignored by samplers without seeds."""
 
     def named_generation(self, name: str, numbers: list[int]) -> AbstractContextManager[None]:
         """Derive the sampling seeds in the block from this name and a number for each of this rank's prompts.
@@ -109,21 +109,27 @@ class Rollouts:
         return nullcontext()
 
     def begin_epoch(self, epoch: int, micro_steps: int) -> None:
-        """Note the start of an epoch, of which a resumed run has taken ``micro_steps`` before. Called by every rank."""
+        """Receive the number of a new epoch and, in a resumed run, how many of its micro-steps are done.
+
+        Called by every rank. Only sampling ahead uses it.
+        """
 
     def using_base_model(self) -> AbstractContextManager[None]:
         """Sample from the untrained model in the block. Only the run's server with a LoRA adapter supports it."""
         raise NotImplementedError
 
     def generate(self, draw: Callable[[], Sampled]) -> Sampled:
-        """Return ids and log-probs of completions for training.
+        """Call ``draw`` and return its token ids and log-probs of completions for training.
 
-        ``draw`` is TRL's own sampling, which sends the weights of a new step first. Subclasses may add to it.
+        ``draw`` is TRL's own sampling, which sends the weights of a new step first. Subclasses may do more.
         """
         return draw()
 
     def mask_failed(self, output: dict[str, Any]) -> None:
-        """Mask all tokens of missing completions in the loss inputs. TRL requires a completion in every row."""
+        """Mask all tokens of missing completions in the loss inputs ``output``, in place.
+
+        TRL requires a completion in every row.
+        """
         rows = len(output["completion_ids"])
         start = self._trainer.args.process_index * rows
         if any(failed := self.failed[start : start + rows]):
@@ -139,15 +145,18 @@ class Rollouts:
         raise NotImplementedError
 
     def serve_weights(self) -> bool:
-        """Send the current weights unless the sampler has them. Return whether they were sent. Called by every rank."""
+        """Send the current weights to the sampler unless it has them, and return whether they were sent.
+
+        Called by every rank.
+        """
         return False
 
     def checksum_error(self) -> str | None:
-        """Return on every rank why the last sync failed the checksum, or None."""
+        """Return the error message of the last sync's checksum on every rank; None if the checksum was correct."""
         return None
 
     def resending_weights(self) -> AbstractContextManager[None]:
-        """After the block, forget its transfers, so that the next generation sends and verifies the weights again."""
+        """Return a context manager that makes the next generation after the block send and verify the weights again."""
         return nullcontext()
 
     @property
@@ -160,14 +169,20 @@ class Rollouts:
         return None
 
     def restore_pending_generation(self, flight: Any) -> None:
-        """Use this value of ``pending_generation``, or a checkpoint's dict, next. Cancel one that was started since."""
+        """Use a value of ``pending_generation``, or a checkpoint's dict, as the next generation.
+
+        A generation that was started since is canceled.
+        """
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Tokens]]:
         """Sample completions of benchmark prompts, (prompts, samples), with the weights that were sent last."""
         return self._sample_in_groups(prompts, sampling, self._trainer.args.world_size)
 
     def _sample_in_groups(self, prompts: Sequence[Prompt], sampling: Sampling, groups: int) -> list[list[Tokens]]:
-        """Let each group of ranks sample an equal part of the prompts. Return all completions on every rank."""
+        """Let each of ``groups`` groups of ranks sample an equal part of the prompts.
+
+        Return the completions of all prompts, (prompts, samples), on every rank.
+        """
         # The last prompt fills up the parts: sharded models need the same number of passes on each rank.
         rank, world = self._trainer.args.process_index, self._trainer.args.world_size
         part = -(-len(prompts) // groups)
@@ -193,11 +208,11 @@ class Rollouts:
                 torch.manual_seed(batch[0].seed)
                 repeated = [prompt.ids for prompt in batch for _ in range(sampling.samples)]
                 drawn += trainer._generate_single_turn(repeated, None, {}, sampling.samples)[0]
-        return _grouped(drawn, sampling.samples)
+        return _group_by_prompt(drawn, sampling.samples)
 
 
 class VllmRollouts(Rollouts):
-    """Completions from vLLM. TRL sends it the weights of a new step before it samples."""
+    """Completions from vLLM, which TRL updates with the weights of a new step before it samples."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
@@ -210,12 +225,15 @@ class VllmRollouts(Rollouts):
 
     @property
     def _sleeps(self) -> bool:
-        """Whether colocated vLLM frees its memory between generations, and loses its weights (sleep mode)."""
+        """Whether colocated vLLM frees its memory and its weights between generations (sleep mode)."""
         generation = self._trainer.vllm_generation
         return bool(generation.mode == "colocate" and generation.enable_sleep_mode)
 
     def serve_weights(self) -> bool:
-        """Send the current weights if vLLM has another step's or was asleep, and wake it up. Return whether sent."""
+        """Send the current weights if vLLM has another step's or was asleep, and wake it up.
+
+        Return whether weights were sent.
+        """
         step = self._trainer.state.global_step
         is_needed = self._sleeps or self._trainer.loaded_step != step
         if is_needed:
@@ -227,7 +245,7 @@ class VllmRollouts(Rollouts):
 
     @contextmanager
     def resending_weights(self) -> Iterator[None]:
-        """After the block, restore the number of the loaded step, and let vLLM sleep if it did before."""
+        """After the block, restore the number of the loaded step, and let vLLM sleep if sleep mode is on."""
         loaded_step = self._trainer.loaded_step
         try:
             yield
@@ -263,12 +281,15 @@ class ColocatedRollouts(VllmRollouts):
         return scope
 
     def checksum_error(self) -> str | None:
-        """Return on every rank the first error of an engine's checksum of the last transfer, or None."""
+        """Return the first error of the engines' checksums of the last transfer on every rank, or None."""
         errors = gather_object([self._trainer.vllm_generation.checksum_error])
         return next(filter(None, errors), None)
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Tokens]]:
-        """Sample a part of the prompts with each engine, which may span several ranks. Return all on every rank."""
+        """Sample a part of the prompts with each engine, which may span several ranks.
+
+        Return the completions of all prompts on every rank.
+        """
         groups = self._trainer.args.world_size // self._trainer.vllm_generation.tensor_parallel_size
         return self._sample_in_groups(prompts, sampling, groups)
 
@@ -278,7 +299,7 @@ class ColocatedRollouts(VllmRollouts):
 
         keys: dict[str, Any] = {"n": sampling.samples, "temperature": sampling.temperature}
         keys["max_tokens"] = sampling.max_tokens
-        keys |= sampling_keys(self._trainer)
+        keys |= collect_sampling_keys(self._trainer)
         parameters = [SamplingParams(seed=prompt.seed, **keys) for prompt in prompts]
         requests = [{"prompt_token_ids": prompt.ids} for prompt in prompts]
         answers = self._trainer.vllm_generation.llm.generate(requests, sampling_params=parameters, use_tqdm=False)
@@ -314,7 +335,7 @@ class ServerRollouts(VllmRollouts):
         return nullcontext() if self._client is None else self._client.using_base_model()
 
     def checksum_error(self) -> str | None:
-        """Return rank 0's error of the checksum of the last transfer on every rank, or None."""
+        """Return rank 0's checksum error of the last transfer on every rank, or None."""
         main = self._trainer.accelerator.is_main_process
         errors = [self._trainer.vllm_generation.vllm_client.checksum_error if main else None]
         error: str | None = broadcast_object_list(errors, from_process=0)[0]
@@ -325,10 +346,10 @@ class ServerRollouts(VllmRollouts):
         ids, seeds = [prompt.ids for prompt in prompts], [prompt.seed for prompt in prompts]
         keys = {"n": sampling.samples, "temperature": sampling.temperature, "max_tokens": sampling.max_tokens}
         client = self._trainer.vllm_generation.vllm_client
-        answer = client.generate_seeded(ids, seeds, **keys, logprobs=None, **sampling_keys(self._trainer))
-        return _grouped(answer["completion_ids"], sampling.samples)
+        answer = client.generate_seeded(ids, seeds, **keys, logprobs=None, **collect_sampling_keys(self._trainer))
+        return _group_by_prompt(answer["completion_ids"], sampling.samples)
 
-    def _from_main(self, work: Callable[[], Result]) -> Result:
+    def _broadcast_from_main(self, work: Callable[[], Result]) -> Result:
         """Call ``work`` on rank 0, which has the client, and return its result on every rank."""
         result: Result = broadcast_object_list([None if self._client is None else work()], from_process=0)[0]
         return result
@@ -347,9 +368,9 @@ class ExternalRollouts(ServerRollouts):
         return True
 
     def generate(self, draw: Callable[[], Sampled]) -> Sampled:
-        """Sample with ``draw``, and store in ``failed`` on every rank which completions are missing."""
+        """Sample with ``draw``, return its result, and set ``failed`` on every rank for missing completions."""
         sampled = draw()
-        self.failed = self._from_main(lambda: self._client.failed)
+        self.failed = self._broadcast_from_main(lambda: self._client.failed)
         return sampled
 
     def checksum_error(self) -> str | None:
@@ -358,10 +379,10 @@ class ExternalRollouts(ServerRollouts):
 
     def probe(self, prompt: Tokens) -> tuple[Tokens, list[float]]:
         """Return a new completion of this prompt and its log-probs, on every rank."""
-        completion: tuple[Tokens, list[float]] = self._from_main(lambda: self._client.probe(prompt))
+        completion: tuple[Tokens, list[float]] = self._broadcast_from_main(lambda: self._client.probe(prompt))
         return completion
 
 
-def _grouped(completions: list[Tokens], samples: int) -> list[list[Tokens]]:
-    """Split completions in the order of prompts into (prompts, samples)."""
+def _group_by_prompt(completions: list[Tokens], samples: int) -> list[list[Tokens]]:
+    """Split a flat list of completions into a list per prompt, (prompts, samples)."""
     return [completions[start : start + samples] for start in range(0, len(completions), samples)]

@@ -1,4 +1,4 @@
-"""An external server: a vLLM or SGLang that the launch did not start.
+"""Sample from an external server, a vLLM or SGLang that the launch did not start.
 
 The client uses its OpenAI-compatible API, and it loads new weights from files that it can read. It does not run our
 code, so no checksum of its weights is possible. To verify them, the trainer compares log-probs of a completion that is
@@ -56,7 +56,7 @@ def connect(recipe: Recipe, model: str, environment: Mapping[str, str]) -> Compl
 
 
 def _check_vllm_options(recipe: Recipe, client: CompletionClient) -> None:
-    """Raise ConfigError if a vLLM can't load weights, or if its log-probs don't fit the trainer's correction."""
+    """Raise ConfigError if a vLLM server can't load weights, or if its log-probs don't fit the trainer's correction."""
     session = secure_session(requests.Session(), BoundedAdapter(_READY_SECONDS), client.token)
 
     def unknown_version(error: Exception) -> ConfigError:
@@ -78,7 +78,7 @@ def _check_vllm_options(recipe: Recipe, client: CompletionClient) -> None:
 
 
 class ExternalClient(BridgeClient):
-    """The client of an external server.
+    """Send weights to an external server, and sample from it.
 
     ``failed`` contains for each completion of the last generation whether it is missing.
     """
@@ -127,7 +127,7 @@ class ExternalClient(BridgeClient):
             pass
 
     def _load(self, folder: str) -> None:
-        """Let the server load the weights in this folder. Raise an error if it rejects them."""
+        """Let the server load the weights in this folder. Raise BadAnswer if it rejects them."""
         if self._args.server_backend == VLLM:
             self.call_workers("reload_weights", weights_path=folder)
             return
@@ -162,7 +162,10 @@ class ExternalClient(BridgeClient):
     def _sample(
         self, prompts: Sequence[Any], seeds: Sequence[int] | None, n: int, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return TRL's answer for ``n`` completions of each prompt, and set ``failed``. Raise if all are missing."""
+        """Return TRL's answer for ``n`` completions of each prompt, with placeholders for missing ones.
+
+        Set ``failed`` and ``first_failure``. Raise BadAnswer if all completions are missing.
+        """
         names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         sampling = SamplingParameters(**{name: kwargs[name] for name in names})
         outcomes = [outcome for group in self._sampler.sample(prompts, n, sampling, seeds) for outcome in group]
@@ -182,7 +185,10 @@ class ExternalClient(BridgeClient):
         }
 
     def probe(self, prompt: list[int]) -> tuple[list[int], list[float]]:
-        """Return ids and log-probs of a short completion, from the unmodified distribution: servers agree on these."""
+        """Sample a completion of up to 32 tokens at temperature 1, and return its ids and log-probs.
+
+        Without other sampling settings, all servers report the same log-probs.
+        """
         sampling = SamplingParameters(max_tokens=_PROBED_TOKENS, seed=self._sync)
 
         def draw() -> tuple[list[int], list[float]]:

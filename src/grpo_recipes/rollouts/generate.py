@@ -1,4 +1,4 @@
-"""Completions of a dataset in a JSONL file, which an interrupted call can continue.
+"""Write completions of a dataset to a JSONL file, which an interrupted call can continue.
 
 A row is written once all completions of its prompt are complete, so the file never contains partial rows. The file
 ``FILE.settings.json`` next to it contains the settings, so rows with different settings never mix. At the end the rows
@@ -47,7 +47,7 @@ class Generated:
 
 
 class CompletionsFile:
-    """The open file of completions for a dataset's ``rows``. ``done`` contains the numbers of its prompts."""
+    """The open file of completions for a dataset's ``rows``. ``done`` contains the indices of finished prompts."""
 
     def __init__(self, path: Path, rows: Sequence[Row]) -> None:
         self.path, self._rows = path, rows
@@ -55,21 +55,21 @@ class CompletionsFile:
         self.done: dict[int, None] = {}  # prompt numbers in the order of the file
 
     def add(self, index: int, completions: Sequence[Sample]) -> None:
-        """Add the row of a prompt with the texts, token ids and finish reasons of its completions."""
+        """Append the row of a prompt with the texts, token ids and finish reasons of its completions."""
         entries = [
             {"text": sample.text, "ids": sample.ids, "finish_reason": sample.finish_reason} for sample in completions
         ]
         self.put(index, entries)
 
     def put(self, index: int, completions: Sequence[Mapping[str, Any]]) -> None:
-        """Add the row of a prompt with these entries as its completions, flush it, and note it in ``done``."""
+        """Append the row of a prompt with these entries as its completions, flush it, and add its index to ``done``."""
         row = {"index": index} | self._rows[index] | {"index": index, "completions": completions}
         self._file.write(json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n")
         self._file.flush()
         self.done[index] = None
 
     def read(self) -> None:
-        """Read the numbers of finished prompts into ``done``. Remove a damaged end, which a kill can leave.
+        """Read the indices of finished prompts into ``done``, and cut off a damaged end, which a kill can leave.
 
         Raise ConfigError for a line that is not a row of this dataset.
         """
@@ -150,7 +150,7 @@ def open_completions(path: Path, rows: Sequence[Row], settings: Mapping[str, Any
 
 
 def _check_settings(path: Path, saved: Mapping[str, Any] | None, current: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the file was made with other settings, or ``saved`` is None: its settings are missing."""
+    """Raise ConfigError if the ``saved`` settings of the file differ from ``current``, or are missing (None)."""
     if saved is None:
         problem = f"{display_path(path)} exists, and {path.name}.settings.json, which says how it was made, does not"
         raise config_error(_OUT, problem, "choose another file, or remove this file")
@@ -165,17 +165,18 @@ def generate(
     client: CompletionClient, prompts: Sequence[Sequence[int]], n: int, sampling: SamplingParameters,
     file: CompletionsFile, on_progress: Callable[[Generated], None] = lambda _: None,
 ) -> Generated:  # fmt: skip
-    """Sample ``n`` completions of each prompt that is not in the file, add the rows, and sort the file.
+    """Sample ``n`` completions of each prompt that is not in the file, append the rows, and sort the file.
 
-    A prompt with missing completions gets no row, and the next call tries it again. Seeds derive from ``sampling.seed``
-    and the prompt's number. If the server is gone, the remaining prompts are skipped.
+    Return the numbers of completed, failed and skipped prompts. A prompt with missing completions gets no row, and the
+    next call tries it again. Seeds derive from ``sampling.seed`` and the prompt's index. If the server gives no answer
+    to 8 consecutive prompts, the remaining prompts are skipped. ``on_progress`` is called after each prompt.
     """
     assert sampling.seed is not None
     done = set(file.done)
     missing = [index for index in range(len(prompts)) if index not in done]
     outcome, lost_rows = Generated(before=len(prompts) - len(missing)), 0
     seeds = [derive_seed(sampling.seed, index) for index in missing]
-    for position, group in client.completed([prompts[index] for index in missing], n, sampling, seeds):
+    for position, group in client.iterate_completed([prompts[index] for index in missing], n, sampling, seeds):
         failures = [completion for completion in group if isinstance(completion, Failed)]
         if failures:
             outcome.failed[failures[0].reason] += 1

@@ -95,7 +95,10 @@ class _Job(NamedTuple):
 
 @dataclass
 class CompletionClient:
-    """A client of a vLLM or SGLang server. ``ready`` checks the served model, and ``sample`` calls it if necessary."""
+    """Request completions from a vLLM or SGLang server.
+
+    ``ready`` checks the served model. ``sample`` calls it on its first use.
+    """
 
     base_url: str
     """Address, with or without /v1."""
@@ -135,12 +138,12 @@ class CompletionClient:
                 raise config_error(name, f"is {getattr(self, name)}", "write 1 or more")
 
     def ready(self, wait: float = 60.0) -> str:
-        """Wait at most ``wait`` seconds until the server answers, and return its name of the required model.
+        """Wait at most ``wait`` seconds for the server; store and return its name of the required model.
 
         The model may be given by its name at the server, or by the loaded folder or hub id. Raise ConfigError if the
         server does not answer, rejects the token, or serves another model.
         """
-        served = self._served_models(wait)
+        served = self._request_served_models(wait)
         accepted = {self.model, *self.aliases}
         name = next(
             (
@@ -163,7 +166,7 @@ class CompletionClient:
             origin and self.model and os.path.isdir(origin) and os.path.realpath(origin) == os.path.realpath(self.model)
         )
 
-    def _served_models(self, wait: float) -> dict[str, str | None]:
+    def _request_served_models(self, wait: float) -> dict[str, str | None]:
         """Return the names of the served models, each with the path or id that it was loaded from, or None.
 
         Wait at most ``wait`` seconds for an answer. Raise ConfigError without one, or if the token is rejected.
@@ -172,7 +175,7 @@ class CompletionClient:
 
         def request_models() -> tuple[dict[str, str | None]] | None:
             try:
-                return (asyncio.run(self._models()),)
+                return (asyncio.run(self._request_models_once()),)
             except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
                 fix = "export OPENAI_API_KEY with the key that the server was started with"
                 raise config_error("base_url", f"{self.root} refuses us ({_describe(error)})", fix) from error
@@ -187,25 +190,29 @@ class CompletionClient:
         problem = f"no server answers at {self.root}/v1/models within {wait:g} s ({_describe(errors[-1])})"
         raise config_error("base_url", problem, "start the server, or write its address") from errors[-1]
 
-    async def _models(self) -> dict[str, str | None]:
-        """Request the served models once, without retries. Return the result of ``_served_models``."""
+    async def _request_models_once(self) -> dict[str, str | None]:
+        """Request the served models once, without retries; return name -> loaded path or id, or None."""
         async with self._make_client(min(self.timeout, _MODELS_SECONDS), retries=0) as client:
             return {model.id: getattr(model, "root", None) for model in (await client.models.list()).data}
 
     def sample(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParameters, seeds: Sequence[int] | None = None
     ) -> list[list[Sample | Failed]]:
-        """Return ``n`` completions of each prompt, (prompts, n). Seeds are explained in ``completed``."""
-        groups = dict(self.completed(prompts, n, sampling, seeds))
+        """Return ``n`` completions of each prompt, (prompts, n); a missing one is a ``Failed``.
+
+        For seeds see ``iterate_completed``.
+        """
+        groups = dict(self.iterate_completed(prompts, n, sampling, seeds))
         return [groups[index] for index in range(len(prompts))]
 
-    def completed(
+    def iterate_completed(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParameters, seeds: Sequence[int] | None = None
     ) -> Iterator[tuple[int, list[Sample | Failed]]]:
-        """Yield the index of each prompt with its ``n`` completions, as soon as all of them are complete.
+        """Yield the index of each prompt with its ``n`` completions, as soon as all of them have arrived.
 
-        ``seeds`` contains a seed for each prompt. By default they derive from ``sampling.seed`` and the prompt's index.
-        SGLang only uses seeds if it was started with ``--enable-deterministic-inference``.
+        A missing completion is a ``Failed``. ``seeds`` contains a seed for each prompt. By default they derive from
+        ``sampling.seed`` and the prompt's index. SGLang only uses seeds if it was started with
+        ``--enable-deterministic-inference``.
         """
         if self.backend == SGLANG and any(_is_chat(prompt) for prompt in prompts):
             raise ValueError("SGLang answers a chat without token ids: render it, and send token ids")
@@ -222,7 +229,9 @@ class CompletionClient:
         with asyncio.Runner() as runner:
             done: asyncio.Queue[tuple[_Job, Sample | Failed] | Exception] = asyncio.Queue()
             client = self._make_client(self.timeout, self.attempts - 1)
-            workers = [self._work(client, jobs, sampling, done) for _ in range(min(self.batch_size, len(prompts) * n))]
+            workers = [
+                self._sample_jobs(client, jobs, sampling, done) for _ in range(min(self.batch_size, len(prompts) * n))
+            ]
             tasks = [runner.get_loop().create_task(worker) for worker in workers]
             try:
                 for _ in range(len(prompts) * n):
@@ -239,10 +248,13 @@ class CompletionClient:
                     task.cancel()
                 runner.run(client.close())
 
-    async def _work(
+    async def _sample_jobs(
         self, client: openai.AsyncOpenAI, jobs: Iterator[_Job], sampling: SamplingParameters, done: asyncio.Queue[Any]
     ) -> None:
-        """Sample jobs until no job is left, and put each outcome or an error into ``done``. Workers share ``jobs``."""
+        """Sample jobs until none is left, and put each outcome, or an unexpected error, into the queue ``done``.
+
+        Several workers share the iterator ``jobs``.
+        """
         try:
             for job in jobs:
                 done.put_nowait((job, await self._sample_job(client, job, sampling)))
@@ -251,18 +263,18 @@ class CompletionClient:
 
     async def _sample_job(self, client: openai.AsyncOpenAI, job: _Job, sampling: SamplingParameters) -> Sample | Failed:
         """Request a completion. Return Failed instead of raising if there is none or the answer is unusable."""
-        path, body, parse = self._request(job, sampling)
+        path, body, parse = self._build_request(job, sampling)
         kinds = (AttributeError, LookupError, TypeError, ValueError)
         try:
             with translate(kinds, lambda error: NoCompletion(f"an answer without token ids and log-probs ({error!r})")):
-                return _checked_sample(*parse(await client.post(path, cast_to=object, body=body)))
+                return _validate_sample(*parse(await client.post(path, cast_to=object, body=body)))
         except NoCompletion as error:
             return Failed(str(error))
         except openai.APIError as error:
             lost = isinstance(error, openai.APIConnectionError | openai.InternalServerError)
             return Failed(_describe(error), lost)
 
-    def _request(
+    def _build_request(
         self, job: _Job, sampling: SamplingParameters
     ) -> tuple[str, dict[str, Any], Callable[[Any], tuple[Any, Any, Any, Any]]]:
         """Return the path of the request for a job, its JSON body, and a function that parses its answer.
@@ -272,10 +284,12 @@ class CompletionClient:
         if self.backend == SGLANG:
             # SGLang's /v1/completions accepts token ids but returns none, and it ignores seeds.
             names = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}  # of fields that /generate renames
-            fields = {names.get(name, name): value for name, value in _fields(sampling, job.seed, SGLANG).items()}
+            fields = {
+                names.get(name, name): value for name, value in _format_parameters(sampling, job.seed, SGLANG).items()
+            }
             native = {"input_ids": list(job.prompt), "sampling_params": fields, "return_logprob": True}
             return f"{self.root}/generate", native, _parse_sglang
-        body = {"model": self.model, "return_token_ids": True, **_fields(sampling, job.seed, self.backend)}
+        body = {"model": self.model, "return_token_ids": True, **_format_parameters(sampling, job.seed, self.backend)}
         if _is_chat(job.prompt):
             return "/chat/completions", {**body, "messages": list(job.prompt), "logprobs": True}, _parse_chat
         return "/completions", {**body, "prompt": list(job.prompt), "logprobs": 0}, _parse_completions
@@ -292,7 +306,7 @@ class CompletionClient:
         """
         if not self._ready:
             self.ready()
-        body = _fields(sampling, sampling.seed, self.backend)
+        body = _format_parameters(sampling, sampling.seed, self.backend)
         if template_kwargs:
             body["chat_template_kwargs"] = dict(template_kwargs)
         arguments: dict[str, Any] = {"model": self.model, "messages": list(messages)}
@@ -302,7 +316,7 @@ class CompletionClient:
             client = runner.run(self._make_client_in_loop(self.timeout, self.attempts - 1))
             try:
                 chunks = runner.run(client.chat.completions.create(**arguments, stream=True, extra_body=body))
-                while (chunk := runner.run(_next(chunks))) is not None:
+                while (chunk := runner.run(_get_next_chunk(chunks))) is not None:
                     if time.monotonic() > deadline:
                         raise NoCompletion(f"the reply is incomplete after {self.timeout:g} s")
                     for choice in chunk.choices:
@@ -330,7 +344,7 @@ class CompletionClient:
         )
 
 
-async def _next(chunks: Any) -> Any:
+async def _get_next_chunk(chunks: Any) -> Any:
     """Return the next chunk of a stream, or None at its end."""
     return await anext(chunks, None)
 
@@ -340,7 +354,7 @@ def _is_chat(prompt: Prompt) -> bool:
     return bool(prompt) and isinstance(prompt[0], Mapping)
 
 
-def _fields(sampling: SamplingParameters, seed: int | None, backend: str) -> dict[str, Any]:
+def _format_parameters(sampling: SamplingParameters, seed: int | None, backend: str) -> dict[str, Any]:
     """Return sampling parameters as JSON fields of an OpenAI-compatible request. SGLang has them only for chats.
 
     A ``seed`` of None and an empty ``stop`` are left out. ``top_k`` 0 becomes the server's number for all tokens.
@@ -376,7 +390,7 @@ def _parse_sglang(answer: Any) -> tuple[Any, Any, Any, Any]:
     return [token[1] for token in tokens], [token[0] for token in tokens], answer["text"], reason and reason["type"]
 
 
-def _checked_sample(ids: Any, logprobs: Any, text: Any, reason: Any) -> Sample:
+def _validate_sample(ids: Any, logprobs: Any, text: Any, reason: Any) -> Sample:
     """Validate the parts of an answer, and return them as a Sample.
 
     Raise NoCompletion if the completion is incomplete, ValueError if a token has no valid log-prob.

@@ -47,10 +47,10 @@ class Renderer:
         return ids
 
     def between(self, messages: list[Message], turn_ids: Tokens) -> Tokens:
-        """Return the tokens between the policy's turn ``turn_ids`` and its next turn.
+        """Return the tokens between the policy's turn ``turn_ids`` and its next turn: the end token and ``messages``.
 
-        They start with the template's end token if the turn was cut and does not end with it. Raise ConfigError if the
-        template renders earlier turns differently when more messages follow.
+        They start with the template's end token only if the turn was cut and does not end with it. Raise ConfigError if
+        the template renders earlier turns differently when more messages follow.
         """
         prefix, end = self._rendered_turn
         rendered = self._render([*DUMMY, *messages], True)
@@ -72,7 +72,7 @@ class Renderer:
         Raise ConfigError if sampling does not stop at a token that the template writes after a turn.
         """
         turn, other_turn = self._render(DUMMY, False), self._render(_OTHER, False)
-        tail = _common_end(turn, other_turn)  # the tokens after the text
+        tail = _find_common_end(turn, other_turn)  # the tokens after the text
         if not tail:
             end: int = self._tokenizer.eos_token_id
             return turn, end
@@ -102,7 +102,7 @@ class Renderer:
         return list(ids)
 
 
-def _common_end(first: Tokens, second: Tokens) -> Tokens:
+def _find_common_end(first: Tokens, second: Tokens) -> Tokens:
     """Return the longest common suffix of two sequences that differ."""
     pairs = zip(reversed(first), reversed(second), strict=False)
     length = next((index for index, (token, other_token) in enumerate(pairs) if token != other_token), 0)

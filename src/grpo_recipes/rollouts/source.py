@@ -1,4 +1,7 @@
-"""Sources of completions that replace TRL's sampler: episodes played here, or groups sampled elsewhere."""
+"""Define sources of completions that replace TRL's sampler: episodes played here, or groups sampled elsewhere.
+
+A source subclasses ``Source``. The trainer calls its hooks at fixed points of each generation.
+"""
 
 from typing import Any, Protocol
 
@@ -45,7 +48,7 @@ class Source:
         return {}
 
     def attach(self, trainer: "SamplingTrainer") -> None:
-        """Connect the source to the trainer. Called once, when the trainer has its model and its sampler."""
+        """Receive the trainer. Called once, when the trainer has its model and its sampler."""
 
     def start_generation(self, rows: list[dict[str, Any]], name: str) -> None:
         """Receive the rank's dataset rows of the next generation, and its name, from which seeds derive."""
@@ -65,7 +68,7 @@ class Source:
         raise NotImplementedError
 
     def annotate(self, trainer: "SamplingTrainer", output: dict[str, Any]) -> None:
-        """Add columns to TRL's ``output`` of a generation, before ``token_advantages`` is called."""
+        """Add columns to TRL's ``output`` of a generation, in place, before ``token_advantages`` is called."""
 
     def token_advantages(
         self, trainer: "SamplingTrainer", output: dict[str, Any]
@@ -78,7 +81,7 @@ class Source:
         return None
 
     def finish_generation(self, output: dict[str, Any]) -> None:
-        """Change the loss inputs in ``output``, after the check that the server sampled them with the right weights."""
+        """Change the loss inputs in ``output`` in place, after the check that the server had the right weights."""
 
 
 class SamplingTrainer(Trainer, Protocol):

@@ -1,4 +1,4 @@
-"""Multi-turn environments: a turn, the protocol of all environments, and reproducible noise.
+"""Define multi-turn environments: a turn, the protocol of all environments, and reproducible random numbers.
 
 This module imports neither torch nor a library of environments.
 """
@@ -59,7 +59,7 @@ class Environment(Protocol):
 
 
 class Noise:
-    """The state of the global generators of ``random`` and NumPy for one episode.
+    """The states of the global random generators of ``random`` and NumPy for one episode.
 
     Libraries draw from the global generators, so episodes that alternate in one process would change each other.
     """
@@ -68,7 +68,7 @@ class Noise:
         self._state: tuple[Any, Any] | None = None
 
     def seed(self, *parts: int | str) -> None:
-        """Restart the noise with a seed derived from these parts."""
+        """Restart the episode's random generators with a seed derived from these parts."""
         import numpy
 
         seed = derive_seed(*parts)
@@ -76,7 +76,7 @@ class Noise:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Use the episode's noise in the block, restore the global state, and continue with the noise the next time."""
+        """Use the episode's generators in the block, then save them for the next call and restore the global state."""
         with restoring_noise():
             if self._state is not None:
                 _set_noise(self._state)
@@ -88,7 +88,7 @@ class Noise:
 
 @contextlib.contextmanager
 def seeded_noise(*parts: int | str) -> Iterator[None]:
-    """Seed the global generators from these parts in the block, and restore them afterwards."""
+    """Seed the global random generators from these parts in the block, and restore them afterwards."""
     noise = Noise()
     noise.seed(*parts)
     with noise.running():
@@ -97,7 +97,7 @@ def seeded_noise(*parts: int | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restoring_noise() -> Iterator[None]:
-    """Restore the global generators after the block."""
+    """Restore the states of the global random generators after the block."""
     state = _current_noise()
     try:
         yield

@@ -129,7 +129,7 @@ class OverlappedRollouts(ServerRollouts):
 
     def probe(self, prompt: Tokens) -> tuple[Tokens, list[float]]:
         """Return ids and log-probs of the completion of this prompt that was sampled right after the last sync."""
-        result = self._from_main(lambda: self._probe_result)
+        result = self._broadcast_from_main(lambda: self._probe_result)
         assert result is not None  # _sample_probe runs after each sync
         return result
 

@@ -11,7 +11,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from grpo_recipes.rewards.answers import completion_text
 from grpo_recipes.rewards.score import NOT_CALLED, RewardWrapper, Score
-from grpo_recipes.rollouts.backends import sampling_keys
+from grpo_recipes.rollouts.backends import collect_sampling_keys
 from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.secrets import masked
 from grpo_recipes.trainer_protocol import Mode
@@ -118,7 +118,7 @@ class Checks:
             return self._probed_difference()
         if not trainer.model.training and trainer.evaluation.has_own_sampling:
             return None  # the server samples from another distribution than the trainer's
-        if tuple(sampling_keys(trainer).values()) != (1.0, 0, 0.0, 1.0):
+        if tuple(collect_sampling_keys(trainer).values()) != (1.0, 0, 0.0, 1.0):
             return 0.0  # the server scores a truncated distribution, comparing is not possible
         return self._difference(output)
 

@@ -18,7 +18,7 @@ from grpo_recipes.data.problems import Fetched
 from grpo_recipes.data.prompts import Prompts, make_renderer, shorten
 from grpo_recipes.errors import config_error
 from grpo_recipes.evaluate.benchmarks import UntrainedBenchmarks, run_benchmarks
-from grpo_recipes.fetch.assets import fetched_datasets
+from grpo_recipes.fetch.assets import find_fetched_datasets
 from grpo_recipes.process.reports import run_folder
 from grpo_recipes.recipe.configs import CONFIGS, GRPOConfig, ScriptArguments
 from grpo_recipes.recipe.sources import rollout_class
@@ -51,7 +51,7 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         rank.wait_for_first_server(run, args.vllm_server_timeout, stop)
         _exit_if_stopped(stop, run, args.device)
         tokenizer = load_tokenizer(model_args, args)
-        fetched, source_class = fetched_datasets(run), rollout_class(partial(getattr, script_args))
+        fetched, source_class = find_fetched_datasets(run), rollout_class(partial(getattr, script_args))
         prompts, held_out = _load_datasets(script_args, args, tokenizer, fetched, source_class)
         source = source_class(script_args, args, run) if source_class else None
         args.model_init_kwargs = model_init_kwargs(model_args, args)

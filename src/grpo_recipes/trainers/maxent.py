@@ -17,7 +17,7 @@ import torch
 
 from grpo_recipes.algorithms import maxent
 from grpo_recipes.errors import config_error, translate
-from grpo_recipes.evaluate.scores import accuracy, weighted_rewards
+from grpo_recipes.evaluate.scores import accuracy, sum_weighted_rewards
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import OBJECTIVES, TAU_TARGETS, Objective, policy_per_token, tau_targets
 from grpo_recipes.trainers.checks import trainer_logps
@@ -138,7 +138,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         gathered = self.accelerator.gather(torch.stack(list(columns.values()), dim=1))
         all_PG = {name: column.view(-1, self.num_generations) for name, column in zip(columns, gathered.T, strict=True)}
 
-        rewards_PG = weighted_rewards(self.rewards_BR, self.reward_weights).double().view(-1, self.num_generations)
+        rewards_PG = sum_weighted_rewards(self.rewards_BR, self.reward_weights).double().view(-1, self.num_generations)
         learns_PG = ~rewards_PG.isnan() & (all_PG["lengths"] > 0)
         judged_PG, right_PG = self._judged(rewards_PG)
         return Groups(
@@ -160,7 +160,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         if (verdicts := accuracy(self.rewards_BR, self.reward_func_names)) is not None:
             judged_B, right_B = verdicts
             return judged_B.view_as(rewards_PG), right_B.view_as(rewards_PG)
-        right_PG = maxent.centered(rewards_PG) > maxent.EQUAL
+        right_PG = maxent.subtract_group_mean(rewards_PG) > maxent.EQUAL
         return right_PG.any(dim=1, keepdim=True).expand_as(right_PG), right_PG
 
     def _weights(self, groups: Groups) -> torch.Tensor:
@@ -172,11 +172,11 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         if args.maxent_objective == "maxrl":
             fix = "rescale the reward to be at least 0, or set another maxent_objective"
             with translate(ValueError, lambda error: config_error("maxent_objective", f"maxrl: {error}", fix)):
-                return maxent.reward_shares(groups.rewards_PG.masked_fill(~groups.learns_PG, torch.nan))
+                return maxent.compute_reward_shares(groups.rewards_PG.masked_fill(~groups.learns_PG, torch.nan))
         tau = self.tau
         assert tau is not None  # only maxrl has no temperature
         if args.maxent_objective == "tempered":
-            utilities_PG = maxent.centered(groups.rewards_PG)
+            utilities_PG = maxent.subtract_group_mean(groups.rewards_PG)
             if args.maxent_utility == "length_scaled":
                 utilities_PG = utilities_PG * groups.lengths_PG / self.max_completion_length
             return maxent.tempered_weights(utilities_PG.masked_fill(~groups.learns_PG, torch.nan), tau)
@@ -194,7 +194,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         """
         args, learning_P1 = self.args, groups.learns_PG.sum(dim=1, keepdim=True)
         if args.maxent_objective == "tempered":
-            return (learning_P1 * weights_PG * maxent.centered(groups.rewards_PG)).nan_to_num(nan=0.0)
+            return (learning_P1 * weights_PG * maxent.subtract_group_mean(groups.rewards_PG)).nan_to_num(nan=0.0)
         if args.maxent_objective == "maxrl":
             return (learning_P1 * weights_PG - 1).masked_fill(~groups.learns_PG | (weights_PG.sum(1, True) == 0), 0.0)
         normalized, policy_PG = policy_per_token(partial(getattr, args)), groups.policy_logps_PG
@@ -219,7 +219,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
             "maxent/beta": self._target_beta,
             "maxent/incorrect_mass": mass_P.nanmean().item(),
         }
-        differ_P = maxent.rewards_differ(groups.rewards_PG.masked_fill(~groups.learns_PG, torch.nan))
+        differ_P = maxent.find_different_rewards(groups.rewards_PG.masked_fill(~groups.learns_PG, torch.nan))
         if differ_P.any():
             entropy_P = maxent.weight_entropy(weights_PG[differ_P])
             ratio_P = maxent.target_ratio(weights_PG[differ_P], groups.right_PG[differ_P], groups.wrong_PG[differ_P])

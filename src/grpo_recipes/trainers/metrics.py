@@ -22,7 +22,7 @@ from accelerate.data_loader import IterableDatasetShard
 from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
-from grpo_recipes.evaluate.scores import answer_in, group_scores, reward_means, weighted_rewards
+from grpo_recipes.evaluate.scores import average_rewards, extract_answer, score_groups, sum_weighted_rewards
 from grpo_recipes.process.reports import PhaseFile
 from grpo_recipes.recipe.generated import recorded_columns, recorded_values
 from grpo_recipes.runs.rundir import read_rows, write_json
@@ -177,7 +177,7 @@ def write_samples(
     logs, group_size, names = trainer._logs, trainer.num_generations, trainer.reward_func_names
     prompts, completions, advantages = (list(logs[name]) for name in ("prompt", "completion", "advantages"))
     rewards_BR = trainer.rewards_BR[-len(prompts) :]
-    totals = [_rounded(total) for total in weighted_rewards(rewards_BR, trainer.reward_weights).tolist()]
+    totals = [_rounded(total) for total in sum_weighted_rewards(rewards_BR, trainer.reward_weights).tolist()]
     samples = []
     for row in chosen_rows(totals, group_size, len(answers), trainer.args.report_samples):
         answer = answers[row - row % group_size]
@@ -389,7 +389,7 @@ class Evaluation:
         """Add the rewards of all ranks' batch, and the answers in this rank's completions. Called by every rank."""
         assert self.rewards is not None
         self.rewards.append(rewards_BR.detach().cpu())
-        self._answers += gather_object([answer_in(completion) for completion in completions])
+        self._answers += gather_object([extract_answer(completion) for completion in completions])
 
     def loop(self, run: Callable[[], EvalLoopOutput], dataloader: Any, description: str, prefix: str) -> EvalLoopOutput:
         """Run transformers' loop with ``run``, add metrics of rewards to its output, and write the evaluation's row.
@@ -413,8 +413,8 @@ class Evaluation:
         # Repeated prompts in the last batch come after all completions that count.
         counted = rewards[: prompts * repeats]
         scored = counted, trainer.reward_func_names, trainer.reward_weights
-        means |= reward_means(*scored)
-        at_k = group_scores(*scored, self._answers[: len(counted)], repeats) if prompts else {}
+        means |= average_rewards(*scored)
+        at_k = score_groups(*scored, self._answers[: len(counted)], repeats) if prompts else {}
         means |= {name: score for name, (score, _) in at_k.items()}
         all_metrics: dict[str, Any] = output.metrics if output.metrics is not None else {}
         all_metrics.update({f"{prefix}_{name}": mean for name, mean in means.items()})

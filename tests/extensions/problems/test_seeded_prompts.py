@@ -8,7 +8,7 @@ import pytest
 from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.data import load_eval_prompts, load_prompts
-from grpo_recipes.data.prompts import first_problems
+from grpo_recipes.data.prompts import load_first_problems
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.configs import ScriptArguments
 
@@ -34,7 +34,7 @@ def test_a_row_has_what_its_reward_needs(tokenizer: Any) -> None:
     assert prompts.dataset.column_names == ["prompt", "answer", "clauses", "problem_seed"]
     assert prompts.dataset["prompt"][0][0] == {"role": "system", "content": "Think."}
     assert str(prompts).startswith("3 problems of seeded:sat (3 read")
-    assert first_problems(args, 2)[0] == prompts.dataset.select(range(2)).to_list()
+    assert load_first_problems(args, 2)[0] == prompts.dataset.select(range(2)).to_list()
 
 
 def test_an_evaluation_has_every_seed_of_its_own(tokenizer: Any) -> None:

@@ -10,7 +10,7 @@ from grpo_recipes.console.doctor.environment import hub_token
 from grpo_recipes.console.doctor.examine import Machine, first_finding
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import Assets, find_assets
-from grpo_recipes.fetch.hub import gated_note, how_to_get_access
+from grpo_recipes.fetch.hub import describe_gated_model, explain_access
 from grpo_recipes.launch.resolve import names_of
 from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.plan.devices import find_resources, gpu_memory, used_gpus
@@ -78,8 +78,8 @@ def assets(case: Case) -> Finding:
     if missing:
         fix = f"grpo fetch {shell_path(case.recipe.path)} (before a job without network)"
         findings.append(warning(f"not fetched: {', '.join(map(str, missing))}", fix))
-    if gated_note(name) and case.sources.model is None and hub_token(case).value.startswith("none"):
-        findings.append(problem(f"{name} is gated and there is no token", how_to_get_access(name)))
+    if describe_gated_model(name) and case.sources.model is None and hub_token(case).value.startswith("none"):
+        findings.append(problem(f"{name} is gated and there is no token", explain_access(name)))
     if (source := case.sources.model) and not source.id.startswith("smoke:"):
         folder = Path(source.path)
         weights = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]

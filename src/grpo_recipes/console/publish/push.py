@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import config_error, translate
-from grpo_recipes.fetch.hub import endpoint, error_line, hub_answers, limit_every_wait, unreachable_reason
+from grpo_recipes.fetch.hub import endpoint, explain_unreachable_hub, format_error_line, hub_answers, limit_every_wait
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs.rundir import write_json
@@ -63,7 +63,7 @@ def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -
     where, name = recipe.source("push_to_hub"), repository_name(recipe, run_name)
     if not hub_answers(environment):
         fix = f"remove it, and publish later on a machine that reaches the hub: hf upload {name} <run>/model"
-        raise config_error(where, f"push_to_hub can't work here: {unreachable_reason(environment)}", fix)
+        raise config_error(where, f"push_to_hub can't work here: {explain_unreachable_hub(environment)}", fix)
     from huggingface_hub import errors
 
     account, api = _account(where, "push_to_hub", environment)
@@ -76,7 +76,7 @@ def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -
     except errors.RepositoryNotFoundError:  # the push creates it
         pass
     except hub_errors as error:  # some tokens may write but not read
-        note = f"can't find out whether {repo} exists and is public ({error_line(error)})"
+        note = f"can't find out whether {repo} exists and is public ({format_error_line(error)})"
     return Target(repo, private, recipe["hub_revision"] or "main", note)
 
 
@@ -87,7 +87,7 @@ def need_dataset(name: str, where: str, environment: Mapping[str, str]) -> str:
     """
     if not hub_answers(environment):
         fix = "leave it out, and push the file on a machine that reaches the hub: hf upload --repo-type dataset"
-        raise config_error(where, f"can't work here: {unreachable_reason(environment)}", fix)
+        raise config_error(where, f"can't work here: {explain_unreachable_hub(environment)}", fix)
     account, _ = _account(where, where, environment)
     return _writable_repo(where, name, account, f"use {where} {{}}")[0]
 
@@ -123,7 +123,7 @@ def _account(where: str, option: str, environment: Mapping[str, str]) -> tuple[d
 
     limit_every_wait(_CHECK_TIMEOUT)
     api, message = HfApi(endpoint=endpoint(environment)), f"{option} needs a login, which the hub did not confirm"
-    with translate(_hub_errors(), lambda error: config_error(where, f"{message} ({error_line(error)})", _LOGIN)):
+    with translate(_hub_errors(), lambda error: config_error(where, f"{message} ({format_error_line(error)})", _LOGIN)):
         return api.whoami(), api
 
 
@@ -160,7 +160,7 @@ def main(path: str) -> int:
             write_json(result, push(target, model))
             return 0
         except Exception as failure:  # the launcher reports every failure
-            error = f"{type(failure).__name__}: {error_line(failure)}"
+            error = f"{type(failure).__name__}: {format_error_line(failure)}"
             print(f"grpo: push to {target.repo} failed: {error}", flush=True)
     write_json(result, {"repo": target.repo, "error": f"{error} ({len(job['waits']) + 1} attempts)"})
     return 1

@@ -45,7 +45,7 @@ from grpo_recipes.extensions.atropos.recipe import (
 )
 from grpo_recipes.extensions.atropos.run_environment import adapt_class, disconnect_predecessor
 from grpo_recipes.extensions.atropos.server import NEUTRAL, RunServerConfig
-from grpo_recipes.fetch.assets import fetched_datasets
+from grpo_recipes.fetch.assets import find_fetched_datasets
 from grpo_recipes.process.reports import run_folder, say
 from grpo_recipes.recipe import Recipe, read_frozen
 from grpo_recipes.recipe.user_code import REWARD_COPIES, load_object
@@ -118,7 +118,7 @@ def create_environment(run: Path, index: int, api_url: str, server_url: str) -> 
     )
     attributes: dict[str, Any] = {"api_url": api_url, "run_template": recipe["chat_template"]}
     if issubclass(kind, DatasetEnv):
-        attributes |= {"copies": copies, "fetched": staticmethod(fetched_datasets(run))}
+        attributes |= {"copies": copies, "fetched": staticmethod(find_fetched_datasets(run))}
     return adapt_class(kind, run, index, label, **attributes)(config, [server], slurm=False, testing=False)
 
 

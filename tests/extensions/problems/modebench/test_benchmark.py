@@ -16,7 +16,7 @@ from grpo_recipes.evaluate.benchmarks import (
     StoppedInBenchmarks,
     UntrainedBenchmarks,
     load_problems,
-    recipe_scorer,
+    make_recipe_scorer,
     run_benchmarks,
 )
 from grpo_recipes.extensions.problems.modebench.dataset import mode_of, mode_scores, right_answers
@@ -92,7 +92,7 @@ def test_scores_modes_and_baselines(trainer: Any, answering: None, tmp_path: Pat
 def test_its_reward_alone_judges_it_and_judges_nothing_else(trainer: Any, answering: None, tmp_path: Path) -> None:
     run_benchmarks(trainer, arguments(reward_funcs=["pure_accuracy_math"]), tmp_path, never)
     assert (result_in(tmp_path)["reward"], result_in(tmp_path)["pass@1"]) == ("modebench", 0.75)
-    assert recipe_scorer(["modebench"], [None], arguments(), None).name == "pure_accuracy_math"
+    assert make_recipe_scorer(["modebench"], [None], arguments(), None).name == "pure_accuracy_math"
 
 
 def test_other_problems_are_another_benchmark(trainer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
