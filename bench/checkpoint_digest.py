@@ -178,7 +178,7 @@ def _digests_by(make: Callable[[], Any]) -> Iterator[None]:
 
 @contextmanager
 def _without_digests() -> Iterator[None]:
-    written = patch.object(checkpoints, "digested_saves", lambda folder: nullcontext({}))
+    written = patch.object(checkpoints, "collecting_digests", lambda folder: nullcontext({}))
     with written, patch.object(run_checkpoints, "compute_digest", lambda path: ""):
         yield
 

@@ -13,8 +13,8 @@ from transformers import TrainerCallback
 
 from grpo_recipes.runs.checkpoints import list_complete_checkpoints
 from grpo_recipes.runs.rundir import read_metrics
-from grpo_recipes.trainers.checks import MOST_SKIPPED, Checks, NotFinite, logprob_tolerance
-from grpo_recipes.trainers.model import local_shard
+from grpo_recipes.trainers.checks import MOST_SKIPPED, Checks, NotFinite, choose_logprob_tolerance
+from grpo_recipes.trainers.model import get_local_shard
 from grpo_recipes.weights.guard import WeightsDiffer
 
 from .tiny_training import train
@@ -104,11 +104,11 @@ def test_the_norm_is_handed_on_as_a_number_so_that_the_device_is_asked_once(tmp_
 
 def test_of_a_sharded_parameter_each_process_checks_its_own_part() -> None:
     whole, shard = torch.nn.Parameter(torch.zeros(4)), torch.ones(2)
-    assert local_shard(whole).data_ptr() == whole.data_ptr()
+    assert get_local_shard(whole).data_ptr() == whole.data_ptr()
     whole.ds_tensor = shard  # ZeRO-3
-    assert local_shard(whole) is not whole and torch.equal(local_shard(whole), shard)
+    assert get_local_shard(whole) is not whole and torch.equal(get_local_shard(whole), shard)
     distributed = SimpleNamespace(to_local=lambda: shard)  # FSDP2
-    assert local_shard(SimpleNamespace(detach=lambda: distributed)) is shard  # type: ignore[arg-type]
+    assert get_local_shard(SimpleNamespace(detach=lambda: distributed)) is shard  # type: ignore[arg-type]
 
 
 def test_the_guard_does_not_blame_the_server_for_the_trainers_own_numbers() -> None:
@@ -140,7 +140,7 @@ def difference(
         "sampling_per_token_logps": torch.tensor(server),
         "completion_mask": torch.tensor(mask),
     }
-    return Checks(trainer).logprob_difference(output)
+    return Checks(trainer).measure_logprob_difference(output)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_truncated_sampling_is_not_compared():
 def test_the_tolerance_follows_the_dtype_unless_the_recipe_names_one(dtype, keys, expected):
     args = SimpleNamespace(**{"weight_guard_tolerance": None, "bf16": False, "fp16": False, **keys})
     trainer = SimpleNamespace(args=args, model=torch.nn.Linear(1, 1, dtype=dtype))
-    assert logprob_tolerance(trainer) == expected
+    assert choose_logprob_tolerance(trainer) == expected
 
 
 def test_an_evaluation_that_samples_otherwise_is_not_compared_and_leaves_the_weights_unproven() -> None:
@@ -194,11 +194,11 @@ def test_a_server_that_drifts_after_healthy_syncs_is_stopped_below_the_dtypes_to
     )  # fmt: skip
     checks = Checks(trainer)
     differences = iter([1e-3, 2e-3, 1e-3, 1.5e-2, 3e-2])
-    checks.logprob_difference = lambda output: next(differences)  # type: ignore[method-assign]
+    checks.measure_logprob_difference = lambda output: next(differences)  # type: ignore[method-assign]
     for _ in range(4):
         checks.check_server({}, synced=True)
     with pytest.raises(WeightsDiffer, match=r"0\.03 on the first batch exceeds 0\.02 \(weight_guard_tolerance\)"):
         checks.check_server({}, synced=True)
     args.weight_guard_tolerance = 0.5  # the recipe's own is not touched
-    checks.logprob_difference = lambda output: 0.4  # type: ignore[method-assign]
+    checks.measure_logprob_difference = lambda output: 0.4  # type: ignore[method-assign]
     checks.check_server({}, synced=True)

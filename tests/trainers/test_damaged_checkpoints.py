@@ -11,7 +11,7 @@ import torch
 from grpo_recipes.runs import checkpoints
 from grpo_recipes.runs.checkpoints import compute_digest, find_damage, find_newest_complete, find_verified_checkpoint
 from grpo_recipes.runs.rundir import move_rows_after
-from grpo_recipes.trainers.checkpoints import digested_saves
+from grpo_recipes.trainers.checkpoints import collecting_digests
 
 from .tiny_training import train
 
@@ -66,7 +66,7 @@ def test_digests_are_those_of_the_files_that_torch_wrote(tmp_path: Path) -> None
     (inside / "shards").mkdir(parents=True)
     tensors = {"large": torch.arange(700_000), "none": torch.zeros(0), "small": torch.ones(3)}
     plain = torch.save
-    with digested_saves(inside) as digests:
+    with collecting_digests(inside) as digests:
         torch.save(tensors, inside / "shards" / "rank_1.pt")
         torch.save(tensors, str(inside / "old.pt"), _use_new_zipfile_serialization=False)
         torch.save(tensors, outside)

@@ -21,7 +21,7 @@ from grpo_recipes.extensions.environments.episodes import turn_advantages
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.rollouts.renderer import Renderer
 from grpo_recipes.rollouts.turns import Turn
-from grpo_recipes.trainers.checks import TooManyWithoutVerdict, trainer_logps
+from grpo_recipes.trainers.checks import TooManyWithoutVerdict, compute_trainer_logps
 
 from .fixed_completions import rows_of, weights_of
 from .played_episodes import GROUP, completion, generation, make_trainer
@@ -91,11 +91,11 @@ def test_what_the_environment_says_has_no_gradient(tmp_path: Path, model: str, c
 def test_what_the_environment_says_is_not_compared_with_the_servers_log_probs(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model)
     output = generation(trainer)
-    logps, policy = trainer_logps(trainer, output), output["tool_mask"].bool()
+    logps, policy = compute_trainer_logps(trainer, output), output["tool_mask"].bool()
     output["sampling_per_token_logps"] = torch.where(policy, logps, 0.0)
-    assert trainer.checks.logprob_difference(output) == 0.0
+    assert trainer.checks.measure_logprob_difference(output) == 0.0
     output["sampling_per_token_logps"] = torch.where(policy, logps + 1.0, 0.0)
-    assert trainer.checks.logprob_difference(output) == pytest.approx(1.0)
+    assert trainer.checks.measure_logprob_difference(output) == pytest.approx(1.0)
 
 
 def test_a_reward_is_the_episodes_sum_and_shown_with_its_turns(tmp_path: Path, model: str) -> None:

@@ -13,7 +13,7 @@ import yaml
 
 from grpo_recipes.extensions.offline import iterations
 from grpo_recipes.paths import home
-from grpo_recipes.trainers.metrics import json_number
+from grpo_recipes.trainers.metrics import to_json_number
 
 from .tiny_training import train
 
@@ -91,7 +91,7 @@ def test_a_term_that_is_off_is_zero_and_not_minus_zero() -> None:
     """M20: loss_entropy was -0.0 without an entropy bonus."""
     metrics = iterations.train_metrics(0, [{"step": 1, "entropy": 0.5}], SimpleNamespace(beta=0.0, entropy_coef=0.0))
     assert [math.copysign(1, metrics[name]) for name in ("loss_kl", "loss_entropy")] == [1.0, 1.0]
-    assert math.copysign(1, json_number(-0.0)) == 1.0
+    assert math.copysign(1, to_json_number(-0.0)) == 1.0
 
 
 def same_for_all(completions: list[Any], **_: Any) -> list[float]:

@@ -24,10 +24,16 @@ from grpo_recipes.recipe.configs import GRPOConfig, ModelConfig
 from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import StoppedOnRequest
-from grpo_recipes.trainers.checks import trainer_logps
+from grpo_recipes.trainers.checks import compute_trainer_logps
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
-from grpo_recipes.trainers.model import check_adapter, load_lora_config, merged_parameters, reject_shards, save_model
+from grpo_recipes.trainers.model import (
+    check_adapter,
+    load_lora_config,
+    merge_parameters,
+    reject_shards,
+    save_model,
+)
 from grpo_recipes.weights.generation import Generation
 
 from .resumed_ranks import StopAt
@@ -92,7 +98,7 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def merged(model: PeftModel) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in merged_parameters(model)}
+    return {name: tensor.clone() for name, tensor in merge_parameters(model)}
 
 
 def adapted(base: Path, dtype: torch.dtype = torch.float32, **keys: Any) -> PeftModel:
@@ -337,16 +343,16 @@ def test_the_guard_compares_log_probs_without_dropout(base: Path, tmp_path: Path
             parameter.data.normal_(0, 0.1)
     trainer.model.train()
     output = trainer._generate_and_score_completions([dict(trainer.train_dataset[0]) for _ in range(4)])
-    first, second = trainer_logps(trainer, output), trainer_logps(trainer, output)
+    first, second = compute_trainer_logps(trainer, output), compute_trainer_logps(trainer, output)
     assert torch.equal(first, second) and trainer.model.training
 
     # Log-probs of a server with the merged weights, and of TRL's pass with the adapter's dropout.
     output |= {"sampling_per_token_logps": first, "old_per_token_logps": first + 1.0}
-    assert trainer.checks.logprob_difference(output) == 0.0
+    assert trainer.checks.measure_logprob_difference(output) == 0.0
     for layer in trainer.model.modules():
         if isinstance(layer, torch.nn.Dropout):
             layer.p = 0.0
-    assert trainer.checks.logprob_difference(output) == pytest.approx(1.0)
+    assert trainer.checks.measure_logprob_difference(output) == pytest.approx(1.0)
 
 
 def test_gradient_checkpointing_reaches_the_adapter(base: Path, tmp_path: Path, stock) -> None:

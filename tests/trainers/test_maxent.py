@@ -12,7 +12,7 @@ from peft import LoraConfig
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.rollouts.backends import Prompt, Sampling
-from grpo_recipes.trainers.checks import trainer_logps
+from grpo_recipes.trainers.checks import compute_trainer_logps
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
 from .fixed_completions import (
@@ -251,7 +251,7 @@ def test_under_lora_the_base_model_is_the_reference(tmp_path: Path, model: str) 
     whole = make_trainer(tmp_path / "whole", model, **keys)
     whole.state.global_step = adapted.state.global_step  # the same completions
     moved, fresh = generation(adapted), generation(whole)
-    assert (trainer_logps(adapted, moved) - trainer_logps(whole, fresh)).abs().max() > 1e-2
+    assert (compute_trainer_logps(adapted, moved) - compute_trainer_logps(whole, fresh)).abs().max() > 1e-2
     assert torch.allclose(moved["advantages"], fresh["advantages"], atol=1e-5)
 
 
@@ -288,7 +288,7 @@ def test_a_generation_that_fails_leaves_the_trainer_as_it_was(
         monkeypatch.setattr(trainer, name, fail)
     for call in (
         lambda: trainer.sample_and_score([dict(trainer.train_dataset[0]) for _ in range(GROUP)]),
-        lambda: trainer_logps(trainer, output),
+        lambda: compute_trainer_logps(trainer, output),
         lambda: trainer.rollouts.sample([Prompt([1], 7)], Sampling(1, 1.0, 4)),
     ):
         with pytest.raises(RuntimeError, match="out of memory"):

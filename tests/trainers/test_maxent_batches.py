@@ -76,7 +76,7 @@ def test_listwise_takes_the_log_probs_that_trl_computed(
     keys = {"maxent_objective": "listwise", "per_device_train_batch_size": 4}
     single_batch = generation(make_trainer(tmp_path / "own", model, **keys))
     window = make_trainer(tmp_path / "window", model, steps_per_generation=2, num_iterations=2, **keys)
-    monkeypatch.setattr(maxent, "trainer_logps", None)  # not called
+    monkeypatch.setattr(maxent, "compute_trainer_logps", None)  # not called
     trls = generation(window)
     assert "old_per_token_logps" in trls and "old_per_token_logps" not in single_batch
     assert torch.allclose(trls["advantages"], single_batch["advantages"], atol=1e-5)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo_recipes.trainers.metrics import PHASES, MetricsRows, append_json, json_number, memory_row
+from grpo_recipes.trainers.metrics import PHASES, MetricsRows, append_json, measure_memory, to_json_number
 
 from .tiny_training import train
 
@@ -22,8 +22,8 @@ from .tiny_training import train
     [(1.5, 1.5), (math.inf, "inf"), (-math.inf, "-inf"), (math.nan, "nan"), ("text", "text"), (3, 3)],
 )
 def test_a_number_json_does_not_know_is_written_as_text(value, written):
-    assert json_number(value) == written
-    json.dumps(json_number(value), allow_nan=False)
+    assert to_json_number(value) == written
+    json.dumps(to_json_number(value), allow_nan=False)
 
 
 @pytest.mark.parametrize("end", ['{"step": 1, "rew', "\0\0\0"])
@@ -75,4 +75,4 @@ def test_a_row_has_the_memory_of_the_process_and_counts_its_transfers(tmp_path: 
 def test_on_a_gpu_the_memory_is_what_the_process_holds_there(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3_000_000_000 + device.index)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5_000_000_000)
-    assert memory_row(torch.device("cuda", 1)) == {"memory/gb": 3.000000001, "memory/peak_gb": 5.0}
+    assert measure_memory(torch.device("cuda", 1)) == {"memory/gb": 3.000000001, "memory/peak_gb": 5.0}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_recipes.evaluate.scores import sum_weighted_rewards
-from grpo_recipes.trainers.metrics import LONGEST_TEXT, chosen_rows, write_samples
+from grpo_recipes.trainers.metrics import LONGEST_TEXT, choose_rows, write_samples
 
 from .tiny_training import train
 
@@ -42,13 +42,13 @@ def test_totals_are_weighted_and_unscored_completions_have_none() -> None:
     ],
 )
 def test_rows_worth_reading(totals: list[float | None], count: int, rows: list[int]) -> None:
-    assert chosen_rows(totals, group=4, answered=len(totals), count=count) == rows
+    assert choose_rows(totals, group=4, answered=len(totals), count=count) == rows
 
 
 def test_only_groups_that_begin_in_rank_0_are_chosen() -> None:
     totals: list[float | None] = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 9.0]
-    assert chosen_rows(totals, group=4, answered=4, count=4) == [1, 3, 0, 2]
-    assert chosen_rows(totals, group=4, answered=2, count=2) == [1, 3]  # a group spread over ranks
+    assert choose_rows(totals, group=4, answered=4, count=4) == [1, 3, 0, 2]
+    assert choose_rows(totals, group=4, answered=2, count=2) == [1, 3]  # a group spread over ranks
 
 
 class FakeTrainer:

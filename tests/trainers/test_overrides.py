@@ -15,8 +15,8 @@ import trl
 from grpo_recipes.trainers import temperatures
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
-from grpo_recipes.trainers.passes import in_trimmed_passes
-from grpo_recipes.trainers.temperatures import at_own_temperatures
+from grpo_recipes.trainers.passes import compute_in_trimmed_passes
+from grpo_recipes.trainers.temperatures import compute_at_own_temperatures
 
 PADDED = SimpleNamespace(padding_free=False, pad_to_multiple_of=None)
 
@@ -95,15 +95,15 @@ def test_log_probs_are_computed_however_the_arguments_are_passed(number: int, ow
     names = SIGNATURES["_get_per_token_logps_and_entropies"]
     passed = {name: values.get(name) for name in names}
     accelerator = SimpleNamespace(num_processes=1, gather=lambda tensor: tensor, device=torch.device("cpu"))
-    layers = [partial(in_trimmed_passes, SimpleNamespace(accelerator=accelerator, args=PADDED))]
+    layers = [partial(compute_in_trimmed_passes, SimpleNamespace(accelerator=accelerator, args=PADDED))]
     if own_temperatures:
         trainer = SimpleNamespace(accelerator=accelerator)
-        layers.append(lambda inner, *a, **k: at_own_temperatures(trainer, torch.ones(rows), inner, *a, **k))
+        layers.append(lambda inner, *a, **k: compute_at_own_temperatures(trainer, torch.ones(rows), inner, *a, **k))
     compute: Any = log_probs_of_trl
     for layer in layers:
         compute = partial(layer, compute)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(temperatures, "head_at", lambda *_: nullcontext())
+        patch.setattr(temperatures, "changing_head_temperature", lambda *_: nullcontext())
         first, by_name = names[:number], names[number:]
         logps, entropies, _ = compute(*(passed[name] for name in first), **{name: passed[name] for name in by_name})
     assert logps.shape == entropies.shape == (rows, length)

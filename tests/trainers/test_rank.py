@@ -25,7 +25,7 @@ import json, os, sys
 from pathlib import Path
 from grpo_recipes.errors import Problem, ConfigError
 from grpo_recipes.process.reports import run_folder
-from grpo_recipes.trainers.rank import rank_record
+from grpo_recipes.trainers.rank import recording_rank
 for line in sys.stdin:
     code, variables, errors = json.loads(line)
     if not (child := os.fork()):
@@ -37,7 +37,7 @@ os.environ.update(variables)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
 run = run_folder()
-with rank_record(run):
+with recording_rank(run):
     path = run / "processes" / f"rank_{os.environ.get('RANK', '0')}.json"
     assert json.loads(path.read_text())["pid"] == os.getpid() and "exit" not in json.loads(path.read_text())
     exec(code)
@@ -120,7 +120,7 @@ def test_the_stacks_of_all_threads_are_shown_on_sigusr2(rank, tmp_path):
     )
     assert rank(code, "2")[0] == 0
     shown = (tmp_path / "stacks/rank_2.txt").read_text()
-    assert shown.count("most recent call first") == 2 and "in rank_record" not in shown
+    assert shown.count("most recent call first") == 2 and "in recording_rank" not in shown
 
 
 def write_plan(folder, **changes):
@@ -189,14 +189,14 @@ import sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from grpo_recipes.trainers.rank import rank_record
+from grpo_recipes.trainers.rank import recording_rank
 
 def reduce():
     works = [dist.all_reduce(torch.zeros(1000), async_op=True) for _ in range(20)]
     if dist.get_rank() == 1:
         [work.wait() for work in works]
 
-with rank_record(Path(sys.argv[1])):
+with recording_rank(Path(sys.argv[1])):
     dist.init_process_group("gloo")
     reduce()
 """
@@ -221,15 +221,15 @@ def test_a_finished_rank_is_not_aborted_by_a_collective_it_did_not_wait_for(tmp_
 
 MEETS = """
 import os, pathlib, sys, time, torch, torch.distributed
-from grpo_recipes.trainers.rank import first_barrier
+from grpo_recipes.trainers.rank import wait_for_all_ranks
 rank, port, folder, seconds = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3]), float(sys.argv[4])
-first_barrier(folder, torch.device("cpu"))  # alone: nothing to do
+wait_for_all_ranks(folder, torch.device("cpu"))  # alone: nothing to do
 torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 if sys.argv[5] == "late" and rank == 1:
     time.sleep(seconds + 4)
     os._exit(0)
 try:
-    first_barrier(folder, torch.device("cpu"))
+    wait_for_all_ranks(folder, torch.device("cpu"))
     print("met", flush=True)
 except RuntimeError as error:
     print(error, flush=True)
@@ -279,8 +279,8 @@ def test_a_rank_ends_with_what_started_it(tmp_path):
     """Start a rank like accelerate does. If launcher, guard and accelerate are killed, nothing else ends the rank."""
     (tmp_path / "processes").mkdir()
     rank = (
-        "import sys, time; from pathlib import Path; from grpo_recipes.trainers.rank import rank_record\n"
-        "with rank_record(Path(sys.argv[1])): time.sleep(300)"
+        "import sys, time; from pathlib import Path; from grpo_recipes.trainers.rank import recording_rank\n"
+        "with recording_rank(Path(sys.argv[1])): time.sleep(300)"
     )
     parent = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', *sys.argv[1:]]).wait()"
     started = subprocess.Popen([sys.executable, "-c", parent, rank, str(tmp_path)])

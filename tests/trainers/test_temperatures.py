@@ -11,7 +11,7 @@ from peft import LoraConfig
 
 from grpo_recipes.trainers import temperatures
 from grpo_recipes.trainers.grpo import GRPOTrainer
-from grpo_recipes.trainers.temperatures import head_at
+from grpo_recipes.trainers.temperatures import changing_head_temperature
 
 from .fixed_completions import generation, make_trainer
 
@@ -85,9 +85,9 @@ def test_the_recipes_temperature_gives_the_same_bits_either_way(
     assert hasattr(trainer.model, "_original_forward") == ("bf16" in keys)
     with torch.no_grad():
         as_trl, entropies, _ = logps_at(trainer, output, None)
-        with head_at(trainer, trainer.model, 1.0):
+        with changing_head_temperature(trainer, trainer.model, 1.0):
             repeated, entropies_again, _ = logps_at(trainer, output, None)
-        with head_at(trainer, trainer.model, 0.5):
+        with changing_head_temperature(trainer, trainer.model, 0.5):
             other, _, _ = logps_at(trainer, output, None)
     assert repeated.dtype == as_trl.dtype and torch.equal(repeated, as_trl) and torch.equal(entropies_again, entropies)
     assert (other - as_trl).abs().max() > 1e-2

@@ -185,10 +185,10 @@ def join(url: str, run_dir: Path) -> None:
     """Be a rank of the run, as far as the group for the weights."""
     from grpo_recipes.recipe.configs import GRPOConfig
     from grpo_recipes.runs.stop_request import StopRequest
-    from grpo_recipes.trainers.rank import rank_record
+    from grpo_recipes.trainers.rank import recording_rank
     from grpo_recipes.weights.nccl import NcclClient
 
-    with rank_record(run_dir):
+    with recording_rank(run_dir):
         args = GRPOConfig(output_dir=str(run_dir), use_cpu=True, bf16=False, report_to="none")
         stop = StopRequest(run_dir)
         client = NcclClient(args=args, run_dir=run_dir, seed=None, stop=stop, base_url=url, group_port=free_port())

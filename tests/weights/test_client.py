@@ -12,7 +12,7 @@ from trl.trainer import grpo_trainer
 
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.runs.stop_request import StopRequest
-from grpo_recipes.trainers.sampling import weight_bridge
+from grpo_recipes.trainers.sampling import building_vllm_client
 from grpo_recipes.weights import client as module
 from grpo_recipes.weights.bridges import ServerGeneration
 from grpo_recipes.weights.file import FileClient
@@ -149,7 +149,7 @@ def test_the_recipe_and_its_seed_reach_the_client(tmp_path, keys, expected) -> N
         output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, weight_sync="file", report_to="none", **keys
     )
     stop = StopRequest(tmp_path)
-    with weight_bridge(args, tmp_path, stop):
+    with building_vllm_client(args, tmp_path, stop):
         built = grpo_trainer.VLLMGeneration
     assert built.func is ServerGeneration and built.keywords["client"] is FileClient
     assert built.keywords["settings"] == {"args": args, "run_dir": tmp_path, "seed": expected, "stop": stop}

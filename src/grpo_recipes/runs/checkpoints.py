@@ -5,7 +5,7 @@ and the digest of each file. Before a resume, every byte of the checkpoint and o
 digest is XXH3 with 128 bits. It is about ten times as fast as SHA-256, so it costs little compared with reading or
 writing the file. It detects damage and edits, not forgery. No torch.
 
-checkpoint = find_verified_checkpoint(run.folder / "checkpoints", print)
+    checkpoint = find_verified_checkpoint(run.folder / "checkpoints", print)
 """
 
 import hashlib

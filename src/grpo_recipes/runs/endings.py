@@ -3,7 +3,7 @@
 The evidence is the run's ``summary.json``, its logs, and known messages of libraries in these logs. The functions that
 return a ``Finding`` are checks of `grpo doctor`, which prints one line for each and names it after the function.
 
-print(advice(run, run.cause))
+    print(advice(run, run.cause))
 """
 
 import itertools

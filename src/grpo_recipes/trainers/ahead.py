@@ -1,4 +1,4 @@
-"""Sampling ahead: the server samples the next generation while the trainers learn from the current generation.
+"""Sample ahead: the server samples the next generation while the trainers learn from the current generation.
 
 With ``overlap_generation``, a generation is sampled with the weights of the previous generation. TRL's
 importance-sampling ratio corrects for this difference. The server gets new weights only while it is idle.
@@ -40,13 +40,13 @@ class PendingGeneration:
 
     @classmethod
     def from_checkpoint(cls, saved: dict[str, Any]) -> PendingGeneration:
-        """Return the complete generation that ``for_checkpoint`` described in this dict."""
+        """Return a finished generation from a dict of ``wait_and_serialize``."""
         answer: Future[dict[str, Any]] = Future()
         answer.set_result(saved["answer"])
         return cls(saved["name"], saved["prompts"], saved["step"], answer)
 
-    def for_checkpoint(self) -> dict[str, Any]:
-        """Wait for the completions, and return name, prompts, step and answer in plain containers."""
+    def wait_and_serialize(self) -> dict[str, Any]:
+        """Wait for the completions, and return name, prompts, step and answer as a dict for a checkpoint."""
         return {"name": self.name, "prompts": self.prompts, "step": self.step, "answer": self.answer.result()}
 
 
@@ -71,12 +71,15 @@ class OverlappedRollouts(ServerRollouts):
 
     @property
     def probes(self) -> bool:
-        """Whether the check of the server's weights uses a completion of ``probe``: in training, others are older."""
+        """Whether the server check samples its own completion: in training, others come from older weights."""
         return bool(self._trainer.model.training)
 
     def begin_epoch(self, epoch: int, micro_steps: int) -> None:
-        """Note the number of a new epoch. ``micro_steps`` of it were taken before a resume."""
-        self._epoch, self._index = epoch, -(-micro_steps // self._window)
+        """Store the number of a new epoch, and the index of its next generation.
+
+        ``micro_steps`` micro-steps of the epoch were taken before a resume.
+        """
+        self._epoch, self._index = epoch, -(-micro_steps // self._steps_per_generation)
 
     def generate(self, draw: Callable[[], tuple[list[Tokens], Any]]) -> tuple[list[Tokens], Any]:
         """Return the completions of this generation, and let the server start to sample the next generation.
@@ -94,7 +97,7 @@ class OverlappedRollouts(ServerRollouts):
             completions = draw()
         else:
             sample, transfers = self._client.generate, self.transfers
-            with self._client.replacing_generate(partial(self._answer, sample, requests)):
+            with self._client.replacing_generate(partial(self._answer_request, sample, requests)):
                 completions = draw()
             if requests and not self._client.is_stopping():
                 if self.guarded and self.transfers != transfers:
@@ -103,11 +106,11 @@ class OverlappedRollouts(ServerRollouts):
         self._index += 1
         return completions
 
-    def _answer(
+    def _answer_request(
         self, sample: Callable[..., dict[str, Any]], requests: list[dict[str, Any]], prompts: list[Tokens],
         **options: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """Return the pending generation if it has this name and these prompts, or sample now.
+        """Return the pending generation if it has the client's generation name and these prompts; otherwise sample now.
 
         TRL calls it through the client. Append the request to ``requests``, and log how many steps old the weights are.
         """
@@ -121,7 +124,7 @@ class OverlappedRollouts(ServerRollouts):
         return dict(answer)
 
     def _sample_probe(self, prompt: Tokens, max_tokens: int) -> None:
-        """Sample a completion for the check of the server's weights, at temperature 1, with the weights just sent."""
+        """Sample a completion at temperature 1 with the weights just sent, and store it for ``probe``."""
         seed = sampling_seed(self._trainer.args.seed, f"probe/{self._client.generation_name}", 0)
         tokens = min(_PROBE_TOKENS, max_tokens)
         answer = self._client.generate_seeded([prompt], [seed], max_tokens=tokens, logprobs=0)
@@ -136,7 +139,7 @@ class OverlappedRollouts(ServerRollouts):
     # --- the next generation ---------------------------------------------------------------------------------------
 
     @property
-    def _window(self) -> int:
+    def _steps_per_generation(self) -> int:
         """Number of micro-steps that train on a generation."""
         return int(self._sampler.repeat_count)
 
@@ -148,27 +151,31 @@ class OverlappedRollouts(ServerRollouts):
         return sampler
 
     def _start_next(self, request: dict[str, Any]) -> None:
-        """Start sampling the next generation with the options of ``request``, unless the training ends before it."""
+        """Start sampling the next generation in a thread, with the options of ``request``, as the pending generation.
+
+        Start nothing if the training ends before it.
+        """
         trainer, sampler = self._inner, self._sampler
         step, generations = trainer.state.global_step, sampler.num_samples // sampler.batch_size
-        steps = self._steps_until(self._index + 1, generations) - self._steps_until(self._index, generations)
+        steps = self._count_steps(self._index + 1, generations) - self._count_steps(self._index, generations)
         if step + steps >= trainer.state.max_steps:
             return
         is_last = self._index + 1 >= generations
-        prompts = self._prompts(self._epoch + 1, 0) if is_last else self._prompts(self._epoch, self._index + 1)
-        name = f"{step + steps}/{trainer._step + self._window}"
+        epoch, index = (self._epoch + 1, 0) if is_last else (self._epoch, self._index + 1)
+        prompts = self._tokenize_generation(epoch, index)
+        name = f"{step + steps}/{trainer._step + self._steps_per_generation}"
         client = self._client.copy_for_generation(name)
         options = {key: value for key, value in request.items() if key != "prompts"}
         answer = run_in_thread(partial(client.generate, prompts, **options))
         self._pending = PendingGeneration(name, prompts, step, answer, client)
 
-    def _steps_until(self, index: int, generations: int) -> int:
+    def _count_steps(self, index: int, generations: int) -> int:
         """Return how many optimizer steps of an epoch are taken before the generation with this index."""
-        micro_steps, accumulation = index * self._window, self._trainer.args.gradient_accumulation_steps
+        micro_steps, accumulation = index * self._steps_per_generation, self._trainer.args.gradient_accumulation_steps
         return -(-micro_steps // accumulation) if index == generations else micro_steps // accumulation
 
-    def _prompts(self, epoch: int, index: int) -> list[Tokens]:
-        """Return the tokenized prompts of a generation. TRL's sampler chooses them, and TRL renders them."""
+    def _tokenize_generation(self, epoch: int, index: int) -> list[Tokens]:
+        """Return the tokenized prompts of an epoch's generation, in the order of TRL's sampler."""
         trainer, sampler = self._inner, self._sampler
         if self._order is None or self._order[0] != epoch:
             once = RepeatSampler(sampler.data_source, 1, sampler.batch_size, shuffle=sampler.shuffle, seed=sampler.seed)
@@ -185,9 +192,10 @@ class OverlappedRollouts(ServerRollouts):
         return super().serve_weights()
 
     def _wait_for_pending(self) -> None:
-        """Wait on rank 0 for the pending generation, without a limit while the server answers or no stop is requested.
+        """Wait on rank 0 until the pending generation is complete; without one, return at once.
 
-        After a stop request, drop the generation if it failed or the server has not answered for 10 seconds.
+        The wait has no limit while the server answers or no stop is requested. After a stop request, drop the
+        generation if it failed or the server has not answered for 10 seconds.
         """
         pending, stop = self._pending, self._trainer.preemption.stop
         if pending is None:
@@ -208,7 +216,7 @@ class OverlappedRollouts(ServerRollouts):
     def finish_pending_generation(self) -> dict[str, Any] | None:
         """Wait for the generation sampled ahead, and return it as a dict for a checkpoint. None if there is none."""
         self._wait_for_pending()
-        return None if self._pending is None else self._pending.for_checkpoint()
+        return None if self._pending is None else self._pending.wait_and_serialize()
 
     def restore_pending_generation(self, pending: PendingGeneration | dict[str, Any] | None) -> None:
         """Use this generation next, and cancel one that was started since.

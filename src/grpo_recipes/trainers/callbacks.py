@@ -1,4 +1,4 @@
-"""Trainer callbacks that may replace the loss of a micro-batch, for example to log a term of it."""
+"""Define trainer callbacks that may replace the loss of a micro-batch, for example to log a term of it."""
 
 from collections.abc import Callable
 from typing import Any

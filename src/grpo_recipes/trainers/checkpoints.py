@@ -1,7 +1,7 @@
-"""Complete checkpoints, and stops on request. A resumed run equals an uninterrupted run.
+"""Save complete checkpoints, restore them, and stop on request. A resumed run equals an uninterrupted run.
 
-A checkpoint is written to a folder aside and renamed when all ranks have finished. It adds the state that transformers
-does not save. On a stop request, all ranks stop at the same place and save the last completed step.
+A checkpoint is written to a separate folder and renamed when all ranks have finished. It adds the state that
+transformers does not save. On a stop request, all ranks stop at the same place and save the last completed step.
 """
 
 import json
@@ -55,7 +55,7 @@ _ORDER, _CONTROLLERS, _ENDED = "order_of_data.json", "controllers.json", "ended_
 
 
 class Checkpoints:
-    """Write each checkpoint to a folder aside, rename it when complete, and only then delete old ones. Restore them.
+    """Save each checkpoint in a separate folder, rename it when complete, and only then delete old ones. Restore them.
 
     transformers writes in place and deletes during the save. With a limit of 1, a kill can leave no checkpoint.
     """
@@ -67,11 +67,14 @@ class Checkpoints:
         self._restarted = False  # whether a resume has restarted an epoch
 
     def add_state(self, **attributes: str) -> None:
-        """Let checkpoints contain more attributes of the trainer: ``name_in_the_checkpoint="attribute"``."""
+        """Add attributes of the trainer to the saved state: ``name_in_the_checkpoint="attribute"``."""
         self._unsaved |= attributes
 
     def save(self, write: Callable[[], None]) -> None:
-        """Save the current step with ``write``, transformers' own save, unless it is saved. Called by every rank."""
+        """Save the current step with ``write``, transformers' own save, publish it, and delete old checkpoints.
+
+        Called by every rank. Do nothing if the step is already saved.
+        """
         args, accelerator, step = self._trainer.args, self._trainer.accelerator, self._trainer.state.global_step
         folder = Path(args.output_dir)
         name = f"checkpoint-{step}"
@@ -83,7 +86,7 @@ class Checkpoints:
         accelerator.wait_for_everyone()
         self.staging = staged.parent  # transformers' own pruning finds a single checkpoint there
         try:
-            with digested_saves(staged) as digests:
+            with collecting_digests(staged) as digests:
                 write()
         finally:
             self.staging = None
@@ -98,7 +101,7 @@ class Checkpoints:
         accelerator.wait_for_everyone()
 
     def mark_ended(self) -> None:
-        """Mark the checkpoint of this step: a callback ended the training, and a resumed run must not continue."""
+        """Mark this step's checkpoint: a callback ended the training, and a resumed run must not continue."""
         if self._trainer.accelerator.is_main_process:
             folder = Path(self._trainer.args.output_dir)
             (folder / f"checkpoint-{self._trainer.state.global_step}" / _ENDED).touch()
@@ -115,19 +118,20 @@ class Checkpoints:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Put a result of ``state`` back into the trainer.
+        """Set the trainer's attributes to the values of ``state``, a result of the method ``state``.
 
         Raise ValueError if it was saved while a generation was in use, and this run splits generations differently.
         """
         trainer, saved_split = self._trainer, state.get("split", self._split)  # earlier versions did not save it
         if state["buffered"] is not None and saved_split != self._split:
             fix = "resume with the saved values of these keys, and change them after a generation has been used up"
-            problem = f"saved inside a generation window of {_listed(saved_split)}; this run has {_listed(self._split)}"
+            settings, saved_settings = _format_settings(self._split), _format_settings(saved_split)
+            problem = f"saved inside a generation window of {saved_settings}; this run has {settings}"
             raise ValueError(f"the checkpoint was {problem}. Fix: {fix}")
         for name, path in self._unsaved.items():
             owner, _, attribute = path.rpartition(".")
             if isinstance(value := attrgetter(path)(trainer), dict | deque):
-                refill(value, state[name])
+                replace_contents(value, state[name])
             else:
                 setattr(attrgetter(owner)(trainer) if owner else trainer, attribute, state[name])
         if state["buffered"] is None:  # TRL samples if the number of micro-steps is a multiple of the window
@@ -147,13 +151,17 @@ class Checkpoints:
         return int(self._trainer.args.steps_per_generation * self._trainer.num_iterations)
 
     def save_unsaved(self, folder: Path) -> None:
-        """Write the state that transformers does not save into a checkpoint. Called by every rank."""
+        """Write the state that transformers does not save into the checkpoint ``folder``. Called by every rank.
+
+        It includes the pending generation, the reference model of ``sync_ref_model``, the order of data, and the
+        controllers.
+        """
         trainer = self._trainer
         torch.save({**self.state(), "ahead": trainer.rollouts.finish_pending_generation()}, self._state_file(folder))
         if trainer.args.sync_ref_model:
             save_reference(trainer, folder)
         if trainer.accelerator.is_main_process:
-            order = {**self._order_of_data(), "restarted": self._restarted}
+            order = {**self._collect_order_settings(), "restarted": self._restarted}
             (folder / _ORDER).write_text(json.dumps(order, indent=1) + "\n")
             states = {name: controller.state_dict() for name, controller in trainer.controllers.items()}
             (folder / _CONTROLLERS).write_text(json.dumps(states) + "\n")
@@ -161,12 +169,12 @@ class Checkpoints:
     def load_optimizer(self, folder: Path, load: Callable[[], None]) -> None:
         """Restore the optimizer with ``load``, transformers' own method, then the reference and the controllers.
 
-        Raise FileNotFoundError if a part is missing, ValueError if this run takes prompts in another order.
+        Raise FileNotFoundError if a part is missing, ValueError if this run uses prompts in another order.
         """
         trainer = self._trainer
         self._require_same_order(folder)
         if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):  # they check their own files
-            _require(folder, "optimizer.pt", "scheduler.pt")
+            _require_files(folder, "optimizer.pt", "scheduler.pt")
         load()
         self._print_restored("optimizer and learning-rate schedule")
         if trainer.args.sync_ref_model:
@@ -188,7 +196,7 @@ class Checkpoints:
         trainer, args, path = self._trainer, self._trainer.args, self._state_file(folder)
         if not path.exists():
             raise FileNotFoundError(f"{path} is missing: the checkpoint was made with another number of processes")
-        _require(folder, f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth")
+        _require_files(folder, f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth")
         load()
         # weights_only=False is safe for a file that this run wrote: it contains plain containers and tensors.
         state: dict[str, Any] = torch.load(path, map_location=args.device, weights_only=False)
@@ -215,7 +223,7 @@ class Checkpoints:
         """Return this rank's file in a checkpoint for the state that transformers does not save."""
         return folder / f"grpo_window_{self._trainer.args.process_index}.pt"
 
-    def _order_of_data(self) -> dict[str, Any]:
+    def _collect_order_settings(self) -> dict[str, Any]:
         """Return the settings that decide which prompts a step gets."""
         trainer, args = self._trainer, self._trainer.args
         per_process = args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -230,11 +238,11 @@ class Checkpoints:
         }
 
     def _require_same_order(self, folder: Path) -> None:
-        """Raise ValueError if the checkpoint's run took prompts in another order, or had restarted an epoch.
+        """Raise ValueError if the checkpoint's run used prompts in another order, or had restarted an epoch.
 
         With ``ignore_data_skip``, which restarts the epoch, any order is accepted.
         """
-        order = self._order_of_data()
+        order = self._collect_order_settings()
         saved = read_json(folder / _ORDER) or {**order, "restarted": False}  # earlier versions did not save it
         self._restarted = saved["restarted"] or self._trainer.args.ignore_data_skip
         if self._trainer.args.ignore_data_skip:
@@ -244,7 +252,8 @@ class Checkpoints:
             problem = "comes from a run that restarted an epoch: its position in the data is unknown"
             raise ValueError(f"{folder.name} {problem}. Fix: {fix}")
         if changed := [key for key in order if order[key] != saved.get(key)]:
-            saved_values, values = (_listed({key: facts.get(key) for key in changed}) for facts in (saved, order))
+            settings = ({key: facts.get(key) for key in changed} for facts in (saved, order))
+            saved_values, values = map(_format_settings, settings)
             problem = f"saved with {saved_values}, this run has {values}: it would continue elsewhere in the data"
             raise ValueError(f"{folder.name} was {problem}. Fix: resume with the saved keys and data, or {fix}")
 
@@ -252,8 +261,8 @@ class Checkpoints:
 class Preemption:
     """Stop all ranks at the same place on request. The run is saved and exits with code 75.
 
-    Sampling, scoring and evaluation are cut short. A running update or save is finished. The state after each
-    optimizer step stays in memory, so that the checkpoint has nothing of the unfinished step.
+    Sampling, scoring and evaluation end early. A running update or save is finished. The state after each optimizer
+    step stays in memory, so that the checkpoint has nothing of the unfinished step.
     """
 
     def __init__(self, trainer: InnerTrainer, stop: StopRequest):
@@ -279,17 +288,20 @@ class Preemption:
             if self._agreed:
                 raise Stopped
 
-    def step_completed(self) -> None:
-        """Remember the state of the completed step, except model and optimizer, then check for a stop request."""
+    def record_completed_step(self) -> None:
+        """Copy the completed step's state, except model and optimizer. Then raise ``Stopped`` on a stop request."""
         if self._stoppable:
-            self._last_step = self._trainer.checkpoints.state(), remember_random_states()
+            self._last_step = self._trainer.checkpoints.state(), capture_random_states()
             self.stop_if_agreed()
 
     def save_last_step(self) -> StoppedOnRequest:
-        """Save a checkpoint of the last completed step, if there is one. Return the exception that ends the process."""
+        """Restore the state of the last completed step and save its checkpoint. Return the exception that ends the run.
+
+        Without a completed step, save nothing.
+        """
         trainer = self._trainer
         if self._last_step is None:
-            return stopped_before_a_step(Path(trainer.args.output_dir))
+            return make_stop_before_first_step(Path(trainer.args.output_dir))
         state, restore_random_states = self._last_step
         trainer.checkpoints.restore(state)
         restore_random_states()
@@ -297,7 +309,10 @@ class Preemption:
         return StoppedOnRequest(f"after step {trainer.state.global_step}, state saved")
 
     def cutting_short(self) -> AbstractContextManager[None]:
-        """Mark the block as work that may end early: it polls ``StopRequest.cuts``. Without a next step, do nothing."""
+        """Mark the block as work that may end early after a stop request. It polls ``StopRequest.cuts``.
+
+        If the training has no next step, the block is not marked.
+        """
         return self.stop.cutting_short() if self._stoppable else nullcontext()
 
     @contextmanager
@@ -324,7 +339,7 @@ class Preemption:
 
 
 def ended_by_callback(checkpoint: str | None) -> bool:
-    """Return whether a callback ended the training at this checkpoint, a folder. False for None."""
+    """Return whether the checkpoint folder has the marker of ``mark_ended``. False for None."""
     return checkpoint is not None and (Path(checkpoint) / _ENDED).exists()
 
 
@@ -337,7 +352,7 @@ def copy_containers(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def refill(container: Any, saved: Any) -> None:
+def replace_contents(container: Any, saved: Any) -> None:
     """Replace the content of a dict, list or deque by a result of ``copy_containers``. A deque keeps its ``maxlen``."""
     if not isinstance(container, dict):
         container.clear()
@@ -346,28 +361,29 @@ def refill(container: Any, saved: Any) -> None:
     if isinstance(container, defaultdict):  # its keys are added during a step
         container.clear()
     for name, values in saved.items():
-        refill(container[name], values)
+        replace_contents(container[name], values)
 
 
-def _require(folder: Path, *names: str) -> None:
+def _require_files(folder: Path, *names: str) -> None:
     """Raise FileNotFoundError unless the checkpoint ``folder`` has these files."""
     for name in names:
         if not (folder / name).exists():
             raise FileNotFoundError(f"{folder / name} is missing: this part of the training cannot be restored")
 
 
-def _listed(facts: dict[str, Any]) -> str:
+def _format_settings(facts: dict[str, Any]) -> str:
     """Return names with their values for a message: ``seed 1, num_generations 8``."""
     return ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
 @contextmanager
-def digested_saves(folder: Path) -> Iterator[dict[str, str]]:
-    """Yield a dictionary of digests by file name. In the block, ``torch.save`` adds the files below ``folder`` to it.
+def collecting_digests(folder: Path) -> Iterator[dict[str, str]]:
+    """Yield a dict of digests by file name, to which each ``torch.save`` below ``folder`` in the block adds its file.
 
-    At the end, files that were changed after ``torch.save`` are removed from it. Reading the files again would cost
-    several times as much. transformers and accelerate call ``torch.save`` in many places, so the function itself is
-    replaced. torch's CRC-32 is turned off: it takes longer than the digest, and ``torch.load`` never checks it.
+    After the block, files that were changed since their ``torch.save`` are removed from it. Reading the files again
+    would cost several times as much. transformers and accelerate call ``torch.save`` in many places, so the function
+    itself is replaced. torch's CRC-32 is turned off: it takes longer than the digest, and ``torch.load`` never checks
+    it.
     """
     digests: dict[str, str] = {}
     stats: dict[str, os.stat_result] = {}
@@ -419,9 +435,9 @@ class _DigestedFile:
 
 
 def begin_epoch(sampler: RepeatSampler | None, epoch: int) -> None:
-    """Set the sampler's generator so that the order of prompts depends only on seed and epoch, also after a resume.
+    """Seed the sampler's generator so that an epoch's prompt order depends only on seed and epoch, also after a resume.
 
-    A stream has no sampler: accelerate sets its epoch.
+    Do nothing for a stream, which has no sampler: accelerate sets its epoch.
     """
     if sampler is not None and sampler.shuffle:
         assert sampler.seed is not None  # TRL passes the recipe's seed
@@ -430,7 +446,7 @@ def begin_epoch(sampler: RepeatSampler | None, epoch: int) -> None:
             torch.randperm(sampler.num_samples, generator=sampler.generator)
 
 
-def remember_random_states() -> Callable[[], None]:
+def capture_random_states() -> Callable[[], None]:
     """Return a function that restores the current random states of Python, NumPy, torch and the GPU."""
     python_state, numpy_state, cpu_state = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     device_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
@@ -453,8 +469,11 @@ def any_rank_requests_stop(stop: StopRequest, device: torch.device) -> bool:
     return bool(is_requested)
 
 
-def stopped_before_a_step(checkpoints: Path) -> StoppedOnRequest:
-    """Return the exception that ends a run that was stopped before this attempt completed a step."""
+def make_stop_before_first_step(checkpoints: Path) -> StoppedOnRequest:
+    """Return the StoppedOnRequest for a run that was stopped before this attempt completed a step.
+
+    Its message names the newest checkpoint, if there is one.
+    """
     if newest := find_newest_complete(checkpoints):
         return StoppedOnRequest(f"before a step was completed; the newest checkpoint is {newest.name}")
     return StoppedOnRequest("before the first step was completed; there is nothing to save")

@@ -1,4 +1,4 @@
-"""Checks that end a run before a bad update: numbers that are not finite, stale weights, too few rewards."""
+"""End a run before a bad update: numbers that are not finite, stale weights, or too many unscored completions."""
 
 import math
 from collections import Counter
@@ -16,7 +16,7 @@ from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.secrets import masked
 from grpo_recipes.trainer_protocol import Mode
 from grpo_recipes.trainers.metrics import append_json
-from grpo_recipes.trainers.model import local_shard
+from grpo_recipes.trainers.model import get_local_shard
 from grpo_recipes.trainers.protocol import InnerTrainer
 from grpo_recipes.weights.guard import (
     CALIBRATING_SYNCS,
@@ -37,8 +37,8 @@ class NotFinite(RuntimeError):
     """A loss, a gradient, a weight or a log-prob of the trained model is infinite or not a number."""
 
 
-def not_finite_error(trainer: InnerTrainer, problem: str) -> NotFinite:
-    """Return the error for a problem. Its message names the newest complete checkpoint and the keys to change."""
+def make_not_finite_error(trainer: InnerTrainer, problem: str) -> NotFinite:
+    """Return a NotFinite error for ``problem`` that names the newest complete checkpoint and the keys to change."""
     args = trainer.args
     newest = find_newest_complete(Path(args.output_dir))
     checkpoint = f"the last complete checkpoint is {newest.name}" if newest else "there is no checkpoint yet"
@@ -53,7 +53,7 @@ def not_finite_error(trainer: InnerTrainer, problem: str) -> NotFinite:
 
 
 class Checks:
-    """End the run if a number is not finite (transformers would take the step) or samples have stale weights."""
+    """Raise an error if a number is not finite (transformers would take the step) or samples have stale weights."""
 
     def __init__(self, trainer: InnerTrainer):
         self._trainer = trainer
@@ -72,31 +72,33 @@ class Checks:
         most_skipped = MOST_SKIPPED if self._trainer.args.fp16 else 0
         if not math.isfinite(loss) or self._skipped_in_a_row > most_skipped:
             step = self._trainer.state.global_step + 1
-            raise not_finite_error(
+            raise make_not_finite_error(
                 self._trainer, f"loss {loss:g}, gradient norm {value} in step {step}, which was not taken"
             )
         return value
 
     def check_weights(self) -> None:
         """Raise NotFinite if a trained weight is not finite after the step. A finite gradient can make it infinite."""
-        shards = [local_shard(parameter) for parameter in self._trainer.model.parameters() if parameter.requires_grad]
+        shards = [
+            get_local_shard(parameter) for parameter in self._trainer.model.parameters() if parameter.requires_grad
+        ]
         norm = float(torch.nn.utils.get_total_norm(shards))
         if not math.isfinite(norm):
             step = self._trainer.state.global_step
-            raise not_finite_error(self._trainer, f"the weights are not finite after step {step} (norm {norm:g})")
+            raise make_not_finite_error(self._trainer, f"the weights are not finite after step {step} (norm {norm:g})")
 
     def check_server(self, output: dict[str, Any], synced: bool) -> None:
         """Raise ``WeightsDiffer`` on every rank unless the server sampled this ``output`` with the trainer's weights.
 
-        ``synced`` says whether weights were sent for it. Without a sync since the last check, check nothing.
+        ``synced`` tells whether weights were sent for it. Without a sync since the last check, check nothing.
         """
         trainer = self._trainer
         if not (trainer.rollouts.guarded and (synced or self._unproven)):
             return
         error = trainer.rollouts.checksum_error()
-        difference = self.logprob_difference(output)
+        difference = self.measure_logprob_difference(output)
         self._unproven = difference is None
-        tolerance = logprob_tolerance(trainer)
+        tolerance = choose_logprob_tolerance(trainer)
         if trainer.args.weight_guard_tolerance is None:
             tolerance = calibrate_tolerance(tolerance, self._healthy)
         error = error or describe_logprob_error(trainer.rollouts.bridge, difference or 0.0, tolerance)
@@ -105,33 +107,34 @@ class Checks:
         if difference is not None and len(self._healthy) < CALIBRATING_SYNCS:
             self._healthy.append(difference)
 
-    def logprob_difference(self, output: dict[str, Any]) -> float | None:
+    def measure_logprob_difference(self, output: dict[str, Any]) -> float | None:
         """Return the mean |trainer - server| log-prob of the sampled tokens over all ranks.
 
-        NaN if the server scored none of them, None if there are none or an evaluation samples in its own way. 0 if the
-        recipe truncates the distribution, which can't be compared. Raise ``NotFinite`` for the trainer's log-probs.
+        NaN if the server scored none of them, None if there are none or an evaluation has its own sampling settings. 0
+        if the recipe truncates the distribution, which can't be compared. Raise ``NotFinite`` if the trainer's
+        log-probs are not finite.
         """
         trainer = self._trainer
         if trainer.rollouts.probes:
             prompt = output["prompt_ids"][0][output["prompt_mask"][0].bool()].tolist()
             self._prompt = list(broadcast_object_list([prompt], from_process=0)[0])
-            return self._probed_difference()
+            return self._measure_probe_difference()
         if not trainer.model.training and trainer.evaluation.has_own_sampling:
             return None  # the server samples from another distribution than the trainer's
         if tuple(collect_sampling_keys(trainer).values()) != (1.0, 0, 0.0, 1.0):
             return 0.0  # the server scores a truncated distribution, comparing is not possible
-        return self._difference(output)
+        return self._measure_difference(output)
 
-    def final_weights(self) -> str | None:
-        """Return why the sampler does not have the weights of the last step, which were sent just now, or None."""
+    def check_final_weights(self) -> str | None:
+        """Return an error message if the sampler lacks the last step's weights, which were just sent, or None."""
         trainer = self._trainer
         if not trainer.rollouts.probes:
             return trainer.rollouts.checksum_error()
-        difference = self._probed_difference()
-        return describe_logprob_error(trainer.rollouts.bridge, difference or 0.0, logprob_tolerance(trainer))
+        difference = self._measure_probe_difference()
+        return describe_logprob_error(trainer.rollouts.bridge, difference or 0.0, choose_logprob_tolerance(trainer))
 
-    def _probed_difference(self) -> float | None:
-        """Return the difference on a completion of the last prompt that is sampled for this check, at temperature 1."""
+    def _measure_probe_difference(self) -> float | None:
+        """Sample a completion of the last prompt at temperature 1, and return its mean |trainer - server| log-prob."""
         trainer = self._trainer
         prompt = self._prompt or [trainer.processing_class.eos_token_id]
         ids, logprobs = trainer.rollouts.probe(prompt)
@@ -143,15 +146,15 @@ class Checks:
             "sampling_per_token_logps": torch.tensor([logprobs], device=device),
         }  # fmt: skip
         with trainer.at_temperatures(torch.ones(1, dtype=torch.float64, device=device)):
-            return self._difference(batch_of_one)
+            return self._measure_difference(batch_of_one)
 
-    def _difference(self, output: dict[str, Any]) -> float | None:
-        """Return the mean |trainer - server| log-prob of a batch. See ``logprob_difference`` for NaN and None."""
+    def _measure_difference(self, output: dict[str, Any]) -> float | None:
+        """Return the mean |trainer - server| log-prob of a batch; NaN and None as in ``measure_logprob_difference``."""
         trainer = self._trainer
         logps = output.get("old_per_token_logps")
         modules = trainer.model.modules()
         if logps is None or any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in modules):
-            logps = trainer_logps(trainer, output)
+            logps = compute_trainer_logps(trainer, output)
         mask = (output["completion_mask"] * output.get("tool_mask", 1)).bool()
         if "fresh" in output:  # (B,): whether a row was sampled with the current weights
             self._log_difference(logps, output["sampling_per_token_logps"], mask)
@@ -165,7 +168,7 @@ class Checks:
         if infinite:
             step = trainer.state.global_step + 1
             problem = f"{infinite:.0f} log-probs of the trained model are not finite before step {step}"
-            raise not_finite_error(trainer, problem)
+            raise make_not_finite_error(trainer, problem)
         if count == 0:
             return math.nan if unscored else None
         return float(total / count)
@@ -182,8 +185,8 @@ class Checks:
             self._trainer.add_metric(f"{name}/max", largest.max().item())
 
 
-def trainer_logps(trainer: InnerTrainer, output: dict[str, Any]) -> torch.Tensor:
-    """Return the model's log-probs of the completions, (B, T), without dropout. TRL computes them with dropout."""
+def compute_trainer_logps(trainer: InnerTrainer, output: dict[str, Any]) -> torch.Tensor:
+    """Compute the model's log-probs of the completions, (B, T), without dropout. TRL computes them with dropout."""
     prompt, completion, is_training = output["prompt_ids"], output["completion_ids"], trainer.model.training
     with ExitStack() as afterwards, torch.no_grad():
         afterwards.callback(trainer.model.train, is_training)
@@ -198,8 +201,8 @@ def trainer_logps(trainer: InnerTrainer, output: dict[str, Any]) -> torch.Tensor
     return logps
 
 
-def logprob_tolerance(trainer: InnerTrainer) -> float:
-    """Return the largest accepted mean difference of log-probs: the recipe's, or measured for the trainer's dtype."""
+def choose_logprob_tolerance(trainer: InnerTrainer) -> float:
+    """Return the largest accepted mean difference of log-probs: the recipe's, or a default for the weights' dtype."""
     args = trainer.args
     if args.weight_guard_tolerance is not None:
         return float(args.weight_guard_tolerance)
@@ -213,7 +216,7 @@ class TooManyWithoutVerdict(RuntimeError):
 
 
 class Scoring:
-    """Exclude unscored completions from the update, count and record them, and end the run if there are too many.
+    """Exclude unscored completions from the update, count and record them, and raise an error if there are too many.
 
     TRL excludes a completion, with advantage 0, if every reward returned None for it. So all rewards of a completion
     become NaN if one of them should have scored it and could not (a limit, a dead process, an exception, no number). A
@@ -225,18 +228,18 @@ class Scoring:
         self._file = run_dir / "slow_rewards.jsonl"
         self.max_unscored = max_unscored  # largest unscored fraction of a training generation that is accepted
 
-    def _rewards(self) -> list[RewardWrapper]:
+    def _list_reward_wrappers(self) -> list[RewardWrapper]:
         """Return the rewards that know why a completion is unscored: not plain built-in functions."""
         return [reward for reward in self._trainer.reward_funcs if isinstance(reward, RewardWrapper)]
 
     def begin(self, rows: int) -> None:
-        """Prepare the rewards for a generation with this many rows on this rank.
+        """Start a generation with ``rows`` completions on this rank in each reward.
 
-        In training, they stop calling user code once so many rows are unscored that the run must end.
+        In training, rewards stop calling user code once so many completions are unscored that the run must end.
         """
         trainer = self._trainer
         give_up_after = self.most_unscored(rows * trainer.accelerator.num_processes) if trainer.model.training else None
-        for reward in self._rewards():
+        for reward in self._list_reward_wrappers():
             reward.start_generation(trainer._step, trainer.preemption.stop, give_up_after)
 
     def most_unscored(self, rows: int) -> int:
@@ -244,7 +247,7 @@ class Scoring:
         return math.floor(self.max_unscored * rows + 1e-9)  # 0.29 of 100 is 29, not 28
 
     def mark_failed(self, rewards_BR: torch.Tensor) -> None:
-        """Set all rewards of completions that the server did not return to NaN.
+        """Set all rewards of completions that the server did not return to NaN, in place.
 
         In training, raise TooManyWithoutVerdict if they are more than the accepted fraction.
         """
@@ -261,14 +264,15 @@ class Scoring:
             )
 
     def mark_unscored(self, rewards_BR: torch.Tensor, prompts: list[Any], completions: list[Any]) -> None:
-        """Set all rewards of an unscored completion to NaN, on all ranks. Log counts and write ``slow_rewards.jsonl``.
+        """Set all rewards of unscored completions of all ranks to NaN, log counts, and write ``slow_rewards.jsonl``.
 
         In training, raise TooManyWithoutVerdict if they are more than the accepted fraction.
         """
-        rewards, trainer = self._rewards(), self._trainer
+        rewards, trainer = self._list_reward_wrappers(), self._trainer
         if not rewards:
             return
-        reports = gather_object([[(reward.scores, _rows(reward, prompts, completions)) for reward in rewards]])
+        report = [(reward.scores, _collect_slow_rows(reward, prompts, completions)) for reward in rewards]
+        reports = gather_object([report])
         by_reward = list(zip(*reports, strict=True))
         scores = [[score for of_rank, _ in ranks for score in of_rank] for ranks in by_reward]
         unscored_B = torch.tensor([any(score.unscored for score in row) for row in zip(*scores, strict=True)])
@@ -288,9 +292,11 @@ class Scoring:
             chosen = [*slow, *(row for row in rows if row["reason"] is not None)][:_MOST_ROWS]
             append_json(self._file, *({**step, **row} for row in chosen))
         if is_training and int(unscored_B.sum()) > self.most_unscored(len(unscored_B)):
-            raise self._too_many(rewards, scores, float(unscored_B.float().mean()))
+            raise self._make_too_many_error(rewards, scores, float(unscored_B.float().mean()))
 
-    def _too_many(self, rewards: list[RewardWrapper], scores: list[list[Score]], share: float) -> TooManyWithoutVerdict:
+    def _make_too_many_error(
+        self, rewards: list[RewardWrapper], scores: list[list[Score]], share: float
+    ) -> TooManyWithoutVerdict:
         """Return the error for an unscored ``share``. It names the reward at fault and its most common reason."""
         worst, of_worst = max(
             zip(rewards, scores, strict=True), key=lambda pair: sum(score.unscored for score in pair[1])
@@ -307,7 +313,7 @@ class Scoring:
         )
 
 
-def _rows(reward: RewardWrapper, prompts: list[Any], completions: list[Any]) -> list[dict[str, Any]]:
+def _collect_slow_rows(reward: RewardWrapper, prompts: list[Any], completions: list[Any]) -> list[dict[str, Any]]:
     """Return this rank's rows of ``slow_rewards.jsonl`` for a reward: its slowest and its unscored completions."""
     scores, limit = reward.scores, _SLOW_SHARE * (reward.timeout or math.inf)
     slow = [row for row, score in enumerate(scores) if not score.unscored and score.seconds > limit]

@@ -1,4 +1,4 @@
-"""The controller of the KL coefficient, built from a recipe.
+"""Build the controller of the KL coefficient from a recipe.
 
 controller = make_kl_controller(args)  # None without kl_target
 """

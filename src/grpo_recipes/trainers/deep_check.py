@@ -32,7 +32,7 @@ from grpo_recipes.recipe.user_code import source_path
 from grpo_recipes.rewards.probe import describe_unpaid, find_problems, probe_rewards, sample_rows
 from grpo_recipes.runs.rundir import write_atomically
 from grpo_recipes.trainers.entry import load_callbacks
-from grpo_recipes.trainers.model import as_config_error, check_adapter, load_tokenizer, skeleton
+from grpo_recipes.trainers.model import as_config_error, build_without_weights, check_adapter, load_tokenizer
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -58,8 +58,8 @@ def check_deeply(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
             problems.extend(error.problems)
             return None
 
-    lines = collect_problems(_present, recipe, sources) or []
-    configs = collect_problems(_configs, recipe, sources)
+    lines = collect_problems(_describe_assets, recipe, sources) or []
+    configs = collect_problems(_build_configs, recipe, sources)
     callbacks = collect_problems(load_callbacks, recipe["callbacks"])
     source = extension_of(recipe.__getitem__)
     data_lines: list[str] = []
@@ -67,9 +67,9 @@ def check_deeply(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
     if source is None and has_data and (sample := collect_problems(sample_rows, recipe, SAMPLE, sources.lookup)):
         rows, counts = sample
         if configs and not sources.missing:
-            data_lines += collect_problems(_prompts, rows, DeepCheck(recipe, *configs, sources)) or []
+            data_lines += collect_problems(_check_prompts, rows, DeepCheck(recipe, *configs, sources)) or []
         if rows:
-            data_lines += collect_problems(_rewards, recipe, rows, counts.left_out, environment) or []
+            data_lines += collect_problems(_check_rewards, recipe, rows, counts.left_out, environment) or []
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
     assert configs is not None  # otherwise there is a problem
@@ -77,7 +77,7 @@ def check_deeply(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
     if callbacks:
         lines.append(f"callbacks  {', '.join(recipe['callbacks'])}")
     if recipe["use_peft"]:
-        lines.append(f"adapter    on {_adapted_layers(recipe, *configs)} layers")
+        lines.append(f"adapter    on {_count_adapted_layers(recipe, *configs)} layers")
     if source is not None and (deep_check := source.load("deep_check")):
         return [*lines, *deep_check(DeepCheck(recipe, *configs, sources))]
     return lines + data_lines
@@ -110,11 +110,11 @@ class DeepCheck:
         if _has_generation_config(self.model_args):
             config = GenerationConfig.from_pretrained(Path(str(self.model_args.model_name_or_path)))
         else:
-            config = skeleton(self.model_args, self.args.trust_remote_code).generation_config
+            config = build_without_weights(self.model_args, self.args.trust_remote_code).generation_config
         return [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id or []
 
 
-def _present(recipe: Recipe, sources: Assets) -> list[str]:
+def _describe_assets(recipe: Recipe, sources: Assets) -> list[str]:
     """Return a line for each downloaded model and dataset. Raise ConfigError for the missing ones."""
     if sources.missing:
         fix = f"run grpo fetch {shell_path(recipe.path)}"
@@ -122,8 +122,11 @@ def _present(recipe: Recipe, sources: Assets) -> list[str]:
     return [f"{source.kind:<10} {source.id} at {source.commit[:12]}" for source in sources.present]
 
 
-def _configs(recipe: Recipe, sources: Assets) -> tuple[GRPOConfig, ModelConfig]:
-    """Build the training and model arguments of a training process, on CPU and with the model on this machine."""
+def _build_configs(recipe: Recipe, sources: Assets) -> tuple[GRPOConfig, ModelConfig]:
+    """Build the training and model arguments of a training process, on CPU and with the model on this machine.
+
+    Raise ConfigError if TRL rejects the recipe.
+    """
     batch = derive_batch(recipe, 1)
     with tempfile.TemporaryDirectory() as folder:
         frozen = Path(folder) / "recipe.yaml"
@@ -141,17 +144,17 @@ def _configs(recipe: Recipe, sources: Assets) -> tuple[GRPOConfig, ModelConfig]:
 
 
 def _is_smoke(recipe: Recipe) -> bool:
-    """Return whether the recipe trains the built-in smoke model. Making it takes a minute, so only parts are built."""
+    """Return whether the recipe trains the built-in smoke model. Building all of it takes a minute."""
     return bool(recipe["model_name_or_path"].startswith(smoke.SMOKE_SCHEME))
 
 
-def _adapted_layers(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> int:
+def _count_adapted_layers(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> int:
     """Return the number of layers that the LoRA keys select. Raise ConfigError for unknown or tied layers."""
     model: PreTrainedModel
     if _is_smoke(recipe):
         model = smoke.build_model(smoke.build_tokenizer(), tied=recipe["model_name_or_path"].endswith("-tied"))
     else:
-        model = skeleton(model_args, args.trust_remote_code)
+        model = build_without_weights(model_args, args.trust_remote_code)
 
     def add_locations(error: ConfigError) -> ConfigError:
         problems = [replace(problem, where=recipe.location(problem.where)) for problem in error.problems]
@@ -168,7 +171,7 @@ def _has_generation_config(model_args: ModelConfig) -> bool:
     return (Path(str(model_args.model_name_or_path)) / "generation_config.json").is_file()
 
 
-def _prompts(rows: list[dict[str, Any]], check: DeepCheck) -> list[str]:
+def _check_prompts(rows: list[dict[str, Any]], check: DeepCheck) -> list[str]:
     """Return lines about the prompts of ``rows``: token lengths, end of an answer in the template, first prompt.
 
     Raise ConfigError if none fits ``max_prompt_length`` or the chat template can't render one.
@@ -208,15 +211,15 @@ def _prompts(rows: list[dict[str, Any]], check: DeepCheck) -> list[str]:
     ]
 
 
-def _rewards(
+def _check_rewards(
     recipe: Recipe, rows: list[dict[str, Any]], left_out: Mapping[str, str], environment: Mapping[str, str]
 ) -> list[str]:
-    """Return a line for each reward with its means for right and wrong answers to these rows.
+    """Call each reward with right and wrong answers to these rows, and return a line with its means.
 
-    The lines come from the cache if rows, keys and reward files are unchanged. ``left_out`` has the columns
-    that rewards do not get, with the reasons. Raise ConfigError for failing rewards.
+    The lines come from the cache if rows, keys and reward files are unchanged. ``left_out`` has the columns that
+    rewards do not get, with the reasons. Raise ConfigError for failing rewards.
     """
-    file = _result_file(recipe, rows, environment)
+    file = _get_result_file(recipe, rows, environment)
     with contextlib.suppress(OSError, ValueError):
         if file is not None:
             return [f"{line} (remembered: rows, keys and files are unchanged)" for line in json.loads(file.read_text())]
@@ -241,8 +244,11 @@ def _rewards(
     return lines
 
 
-def _result_file(recipe: Recipe, rows: list[dict[str, Any]], environment: Mapping[str, str]) -> Path | None:
-    """Return the cache file of the result for these rows, keys and files. None for rewards that may call a server."""
+def _get_result_file(recipe: Recipe, rows: list[dict[str, Any]], environment: Mapping[str, str]) -> Path | None:
+    """Return the cache file for the reward check of these rows, keys and files.
+
+    Return None for rewards that may call a server, and for the recipe of a run.
+    """
     if recipe["reward_environment"] or (recipe.path.parent / "run.json").exists():
         return None
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""The steps of a training process, in order. The entry scripts choose the trainer class.
+"""Run the steps of a training process, in order. The entry scripts choose the trainer class.
 
 Load data, model and rewards, resume from the newest checkpoint, train, save the model, and run the benchmarks:
 
@@ -28,7 +28,7 @@ from grpo_recipes.rollouts.source import Source
 from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.trainers import rank
-from grpo_recipes.trainers.checkpoints import any_rank_requests_stop, stopped_before_a_step
+from grpo_recipes.trainers.checkpoints import any_rank_requests_stop, make_stop_before_first_step
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.metrics import append_json
 from grpo_recipes.trainers.model import load_lora_config, load_tokenizer, model_init_kwargs, save_model
@@ -41,11 +41,11 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
     """
     run = run_folder()
     stop = StopRequest(run)
-    with rank.rank_record(run):
+    with rank.recording_rank(run):
         stop.listen()
         script_args, args, model_args = TrlParser(CONFIGS, allow_abbrev=False).parse_args_and_config()
         rank.check_world(run, args.world_size, args.device.type)
-        rank.first_barrier(run, args.device)
+        rank.wait_for_all_ranks(run, args.device)
         rank.allow_fsdp_on_cpu()
         # The next steps need memory and fail for a broken model, which the server reports better. So wait for it now.
         rank.wait_for_first_server(run, args.vllm_server_timeout, stop)
@@ -116,13 +116,14 @@ def _load_datasets(
 def _exit_if_stopped(stop: StopRequest, run: Path, device: torch.device) -> None:
     """Raise StoppedOnRequest on all ranks, before the first step, if any rank has seen a stop request."""
     if any_rank_requests_stop(stop, device):
-        raise stopped_before_a_step(run / "checkpoints")
+        raise make_stop_before_first_step(run / "checkpoints")
 
 
 def load_callbacks(specs: Iterable[str], copies: Path | None = None) -> list[TrainerCallback]:
-    """Create the callbacks of a recipe: ``module:Class`` or ``file.py:Class``. Raise ConfigError for other objects.
+    """Load the callback classes of a recipe, ``module:Class`` or ``file.py:Class``, and return an object of each.
 
-    With the folder ``copies``, files run from the copies in it, which the launch made.
+    With the folder ``copies``, files run from the copies in it, which the launch made. Raise ConfigError for other
+    objects.
     """
     callbacks: list[TrainerCallback] = []
     for spec in specs:

@@ -1,4 +1,4 @@
-"""GRPO: TRL's trainer with our steps, in the order of a training step: sample, score, weigh, update, sync.
+"""Train with GRPO: TRL's trainer with our steps, in the order of a training step: sample, score, weigh, update, sync.
 
     bash training.sh                 # or: grpo launch RECIPE
 
@@ -36,17 +36,17 @@ from grpo_recipes.trainers.metrics import (
     CountedStream,
     Evaluation,
     MetricsRows,
-    json_number,
-    show_advantages,
+    replace_logged_advantages,
+    to_json_number,
     write_samples,
 )  # fmt: skip
 from grpo_recipes.trainers.micro_batches import MicroBatches
-from grpo_recipes.trainers.model import configured_reference, loaded_by_every_rank, merged_parameters, reject_shards
-from grpo_recipes.trainers.passes import in_trimmed_passes
+from grpo_recipes.trainers.model import configured_reference, loaded_by_every_rank, merge_parameters, reject_shards
+from grpo_recipes.trainers.passes import compute_in_trimmed_passes
 from grpo_recipes.trainers.protocol import Computed
 from grpo_recipes.trainers.rank import keep_outputs_as_computed
-from grpo_recipes.trainers.sampling import changed_sampling, weight_bridge
-from grpo_recipes.trainers.temperatures import at_own_temperatures
+from grpo_recipes.trainers.sampling import building_vllm_client, changing_sampling
+from grpo_recipes.trainers.temperatures import compute_at_own_temperatures
 from grpo_recipes.weights.guard import WeightsDiffer
 
 
@@ -99,7 +99,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         # Log-probs that two computations of a loss share: an empty list stores them, a filled list returns them.
         self._shared_logps: list[Computed] | None = None
         self._samples_file = run_dir / "samples.jsonl"
-        with weight_bridge(args, run_dir, stop), loaded_by_every_rank(args), configured_reference(args):
+        with building_vllm_client(args, run_dir, stop), loaded_by_every_rank(args), configured_reference(args):
             super().__init__(args=args, **kwargs)
         self.rows = MetricsRows(self, run_dir, args.process_index)
         self.micro_batches = MicroBatches(self)
@@ -110,7 +110,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if is_peft_model(self.model):
             reject_shards(self.accelerator)
             if self.use_vllm:
-                self.vllm_generation.stream_parameters_from(partial(merged_parameters, self.vllm_generation.model))
+                self.vllm_generation.stream_parameters_from(partial(merge_parameters, self.vllm_generation.model))
         if source is not None:
             source.attach(self)
 
@@ -127,7 +127,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return int(self._last_loaded_step)
 
     def note_loaded_step(self, step: int) -> None:
-        """Record that vLLM now holds the weights of this optimizer step."""
+        """Store the optimizer step of the weights that vLLM now has."""
         self._last_loaded_step = step
 
     def add_metric(self, name: str, value: float, mode: Mode = "train") -> None:
@@ -157,7 +157,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> AbstractContextManager[None]:
         """Sample with these settings in the block. ``None`` keeps the value that the training uses."""
         settings = {"temperature": temperature, "top_p": top_p, "max_completion_length": max_completion_length}
-        return changed_sampling(self, {name: value for name, value in settings.items() if value is not None})
+        return changing_sampling(self, {name: value for name, value in settings.items() if value is not None})
 
     # --- a training: epochs of steps -------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         raise self.preemption.save_last_step()
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        """Build TRL's sampler of prompts, and keep it: checkpoints and sampling ahead need its order."""
+        """Build TRL's sampler of prompts, and store it: checkpoints and sampling ahead need its order."""
         sampler: Any = super()._get_train_sampler(dataset)
         self.sampler = sampler
         return sampler
@@ -187,7 +187,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         skips_data = is_resumed and not self.args.ignore_data_skip
         self.rollouts.begin_epoch(epoch, kwargs["steps_trained_in_current_epoch"] if skips_data else 0)
         super()._run_epoch(*args, **kwargs)
-        self.preemption.step_completed()
+        self.preemption.record_completed_step()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Take a micro-step as in TRL: sample, score and weigh first if a generation has been used up. Return the loss.
@@ -220,13 +220,13 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.source.start_generation(inputs, name)
         output = self.sample_and_score(inputs)
         if is_training:
-            self.rows.note_prompts(inputs)
+            self.rows.record_prompt_values(inputs)
             advantages_PG = self.weigh(output)
             if advantages_PG is not None:
                 trl_advantages_B, advantages_B = output["advantages"], advantages_PG.flatten()
                 start = self.accelerator.process_index * len(trl_advantages_B)
                 output["advantages"] = advantages_B[start : start + len(trl_advantages_B)].to(trl_advantages_B)
-                show_advantages(self, advantages_B.to(trl_advantages_B))
+                replace_logged_advantages(self, advantages_B.to(trl_advantages_B))
             if self.accelerator.is_main_process and self.args.report_samples > 0:
                 episodes = self.source.records if self.source else None
                 write_samples(self._samples_file, self, [row.get("answer") for row in inputs], episodes)
@@ -275,10 +275,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         return rewards_BR
 
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
-        """Weigh: return advantages, (P, G), of all ranks. None keeps those in ``output``: TRL's, or the source's."""
+        """Return advantages, (P, G), of all ranks. None keeps those in ``output``: TRL's, or the source's set here."""
         if self.source is not None and (advantages := self.source.token_advantages(self, output)) is not None:
             output["advantages"], rows_B = advantages
-            show_advantages(self, rows_B)
+            replace_logged_advantages(self, rows_B)
         return None
 
     # --- update ----------------------------------------------------------------------------------------------------
@@ -315,9 +315,9 @@ class GRPOTrainer(trl.GRPOTrainer):
             batch_size = self.args.per_device_train_batch_size
         compute = super()._get_per_token_logps_and_entropies
         if self.args.trim_padding:
-            compute = partial(in_trimmed_passes, self, compute)
+            compute = partial(compute_in_trimmed_passes, self, compute)
         if self.temperature_B is not None:
-            compute = partial(at_own_temperatures, self, self.temperature_B, compute)
+            compute = partial(compute_at_own_temperatures, self, self.temperature_B, compute)
         computed: Computed = compute(
             model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, *args, **kwargs
         )
@@ -380,7 +380,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._save_checkpoint(model, trial)
             self.checkpoints.mark_ended()
         if self.state.epoch != int(self.state.epoch):  # at the end of an epoch, an evaluation follows
-            self.preemption.step_completed()
+            self.preemption.record_completed_step()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as in TRL, and add a row to ``metrics.jsonl`` for every optimizer step.
@@ -394,7 +394,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         finally:
             self.log_completions = log_completions
         # It becomes trainer_state.json.
-        self.state.log_history[-1] = {key: json_number(value) for key, value in self.state.log_history[-1].items()}
+        self.state.log_history[-1] = {key: to_json_number(value) for key, value in self.state.log_history[-1].items()}
         if "loss" in logs and self.accelerator.is_main_process:
             self.rows.write(logs)
 
@@ -405,7 +405,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Send the weights of the last step to vLLM, on every rank. Raise WeightsDiffer if it does not have them."""
         self.model.eval()
         sent = self.rollouts.serve_weights()
-        if sent and self.rollouts.guarded and (error := self.checks.final_weights()):
+        if sent and self.rollouts.guarded and (error := self.checks.check_final_weights()):
             raise WeightsDiffer(f"{error}; no benchmark was run")
 
     # --- checkpoints -----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from grpo_recipes.errors import config_error, translate
 from grpo_recipes.evaluate.scores import accuracy, sum_weighted_rewards
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import OBJECTIVES, TAU_TARGETS, Objective, policy_per_token, tau_targets
-from grpo_recipes.trainers.checks import trainer_logps
+from grpo_recipes.trainers.checks import compute_trainer_logps
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
 _WARN_AFTER, _WARN_SHARE = 10, 0.5  # generations, and fraction of the positive advantages on wrong answers
@@ -49,7 +49,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         self._objective = OBJECTIVES[args.maxent_objective]
         self._fixed_tau = self._objective.tau_or_default(args.maxent_tau)
         self._target_beta = args.maxent_beta if self._objective.targets_q else 0.0
-        fix_loss(args, self._objective)
+        set_loss_keys(args, self._objective)
         beta = args.beta
         if beta == 0.0 and args.kl_target is None:
             args.beta = self._target_beta  # at 0 TRL would build no reference model, which the target needs
@@ -110,37 +110,37 @@ class MaxEntGRPOTrainer(GRPOTrainer):
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
         """Return the objective's advantages, (P, G), of all ranks, and log metrics of the weights.
 
-        None for ``tempered`` at tau inf keeps TRL's, which are Dr.GRPO's, bit for bit. Raise ConfigError if the source
-        has its own advantages.
+        Return None to keep TRL's advantages, which equal those of ``tempered`` at tau inf bit for bit. Raise
+        ConfigError if the source has its own advantages.
         """
         if self.source is not None and self.source.brings_advantages:
             problem = "a group has its own advantages, but MaxEnt computes advantages from the scores of a group"
             fix = "let the environment send only scores, or remove the maxent keys to train with GRPO"
             raise config_error("maxent_objective", problem, fix)
-        groups = self._groups(output)
+        groups = self._gather_groups(output)
         if self.beta == 0.0:
             output.pop("ref_per_token_logps", None)  # the loss does not use them
-        weights_PG = self._weights(groups)
-        advantages_PG = self._advantages(groups, weights_PG)
+        weights_PG = self._compute_weights(groups)
+        advantages_PG = self._compute_advantages(groups, weights_PG)
         self._log_weights(groups, weights_PG)
-        self._warn_of_wrong(groups, advantages_PG)
+        self._warn_of_wrong_answers(groups, advantages_PG)
         return None if self.args.maxent_objective == "tempered" and self.tau == math.inf else advantages_PG
 
-    def _groups(self, output: dict[str, Any]) -> Groups:
-        """Gather the rewards, lengths and log-probs of the generation from all ranks."""
+    def _gather_groups(self, output: dict[str, Any]) -> Groups:
+        """Gather the rewards, lengths and log-probs of the generation from all ranks, as groups of completions."""
         mask = output["completion_mask"] * output.get("tool_mask", 1)
         columns = {"lengths": mask.sum(1).double()}
         if self._target_beta > 0:
-            columns["ref"] = _summed(output["ref_per_token_logps"], mask)
+            columns["ref"] = _sum_logps(output["ref_per_token_logps"], mask)
         if self.args.maxent_objective == "listwise":
             logps = output.get("old_per_token_logps")
-            columns["policy"] = _summed(trainer_logps(self, output) if logps is None else logps, mask)
+            columns["policy"] = _sum_logps(compute_trainer_logps(self, output) if logps is None else logps, mask)
         gathered = self.accelerator.gather(torch.stack(list(columns.values()), dim=1))
         all_PG = {name: column.view(-1, self.num_generations) for name, column in zip(columns, gathered.T, strict=True)}
 
         rewards_PG = sum_weighted_rewards(self.rewards_BR, self.reward_weights).double().view(-1, self.num_generations)
         learns_PG = ~rewards_PG.isnan() & (all_PG["lengths"] > 0)
-        judged_PG, right_PG = self._judged(rewards_PG)
+        judged_PG, right_PG = self._judge_answers(rewards_PG)
         return Groups(
             rewards_PG=rewards_PG,
             lengths_PG=all_PG["lengths"],
@@ -152,10 +152,11 @@ class MaxEntGRPOTrainer(GRPOTrainer):
             policy_logps_PG=all_PG.get("policy"),
         )
 
-    def _judged(self, rewards_PG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which answers are known to be right or wrong, and which are right, both (P, G).
+    def _judge_answers(self, rewards_PG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return masks of the answers known to be right or wrong, and of the right ones, both (P, G).
 
-        Without a reward of accuracy, an answer above the group's mean counts as right. Equal rewards decide nothing.
+        Without an accuracy reward, an answer above the group's mean counts as right. In a group of equal rewards, none
+        is known.
         """
         if (verdicts := accuracy(self.rewards_BR, self.reward_func_names)) is not None:
             judged_B, right_B = verdicts
@@ -163,7 +164,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         right_PG = maxent.subtract_group_mean(rewards_PG) > maxent.EQUAL
         return right_PG.any(dim=1, keepdim=True).expand_as(right_PG), right_PG
 
-    def _weights(self, groups: Groups) -> torch.Tensor:
+    def _compute_weights(self, groups: Groups) -> torch.Tensor:
         """Return the objective's weights, (P, G). In each group they sum to 1 over the completions that learn.
 
         ``maxrl`` has weights of 0 in a group without rewards. Raise ConfigError if it gets a negative reward.
@@ -187,7 +188,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
             ref_PG = ref_PG / groups.lengths_PG.clamp(min=1)
         return maxent.target_weights(q_PG, ref_PG, tau, self._target_beta)
 
-    def _advantages(self, groups: Groups, weights_PG: torch.Tensor) -> torch.Tensor:
+    def _compute_advantages(self, groups: Groups, weights_PG: torch.Tensor) -> torch.Tensor:
         """Return the advantages, (P, G), that give TRL's loss the gradient of the objective.
 
         ``grpo`` takes a mean over tokens. ``dr_grpo`` divides a sum by ``max_completion_length``, which is undone here.
@@ -211,7 +212,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
     def _log_weights(self, groups: Groups, weights_PG: torch.Tensor) -> None:
         """Log ``maxent/*``: tau, beta, the weight on wrong answers, and the spread of weights in groups.
 
-        The spread covers only groups with different rewards. Keep the measure for the controller of tau.
+        The spread covers only groups with different rewards. Store the measure that the controller of tau uses.
         """
         mass_P = maxent.incorrect_mass(weights_PG, groups.wrong_PG)[groups.judged_PG.any(dim=1)]
         metrics = {
@@ -236,8 +237,8 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         if self._tau_controller and (measure := f"maxent/{self._tau_controller.measure}") in metrics:
             self._tau_measures.append(metrics[measure])
 
-    def _warn_of_wrong(self, groups: Groups, advantages_PG: torch.Tensor) -> None:
-        """Warn once, on rank 0, if wrong answers got most of the positive advantages of recent generations."""
+    def _warn_of_wrong_answers(self, groups: Groups, advantages_PG: torch.Tensor) -> None:
+        """Print a warning once, on rank 0, if wrong answers got most positive advantages of recent generations."""
         positive_PG = advantages_PG.clamp(min=0)
         self._on_wrong.append((positive_PG[groups.wrong_PG].sum().item(), positive_PG[groups.judged_PG].sum().item()))
         on_wrong, on_all = (sum(column) for column in zip(*self._on_wrong, strict=True))
@@ -252,10 +253,10 @@ class MaxEntGRPOTrainer(GRPOTrainer):
             print(f"grpo: {share} are on wrong answers, which the update makes more likely; {fix}", flush=True)
 
 
-def fix_loss(args: GRPOConfig, objective: Objective) -> None:
-    """Set the keys of TRL's loss, in ``args``, that the objective fixes. Raise ValueError if one has another value.
+def set_loss_keys(args: GRPOConfig, objective: Objective) -> None:
+    """Set the keys of TRL's loss in ``args`` to the values that the objective needs.
 
-    TRL's default is replaced without an error.
+    Raise ValueError if a key has another value that is not TRL's default.
     """
     for key, value in objective.fixed_keys(partial(getattr, args)).items():
         if getattr(args, key) not in (value, GRPOConfig.__dataclass_fields__[key].default):
@@ -264,6 +265,6 @@ def fix_loss(args: GRPOConfig, objective: Objective) -> None:
         setattr(args, key, value)
 
 
-def _summed(logps_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return the sum over the tokens in the mask, (B,), in float64."""
+def _sum_logps(logps_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return the sum of log-probs over the tokens in the mask, (B,), in float64."""
     return logps_BT.double().masked_fill(mask_BT == 0, 0.0).sum(dim=1)

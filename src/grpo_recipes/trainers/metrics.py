@@ -28,7 +28,7 @@ from grpo_recipes.recipe.generated import recorded_columns, recorded_values
 from grpo_recipes.runs.rundir import read_rows, write_json
 from grpo_recipes.runs.stop_request import Stopped
 from grpo_recipes.secrets import masked
-from grpo_recipes.trainers.checkpoints import copy_containers, refill, remember_random_states
+from grpo_recipes.trainers.checkpoints import capture_random_states, copy_containers, replace_contents
 from grpo_recipes.trainers.protocol import InnerTrainer
 
 PHASES = ("sample", "score", "sync", "save", "evaluate")
@@ -56,7 +56,10 @@ class MetricsRows:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Report this phase, and add the time of the block to it. A sync inside a sample counts only as sync."""
+        """Report this phase to the launcher in the block, and add the block's time to the phase's ``seconds/``.
+
+        A sync inside a sample counts only as sync.
+        """
         start, sync_seconds = time.perf_counter(), self._seconds["sync"]
         with self.reported(name):
             yield
@@ -79,7 +82,7 @@ class MetricsRows:
         return self._phase_file.enter(phase, self._trainer.state.global_step)
 
     def begin_update(self) -> None:
-        """Report that a micro-step begins. The first one of the process starts the clock of the first row."""
+        """Report the phase ``update``. The first call of the process starts the clock of the first row."""
         self.enter("update")
         if self._row_began is None:
             self._row_began = time.perf_counter()
@@ -97,15 +100,18 @@ class MetricsRows:
                 seconds["evaluate"] += time.perf_counter() - began
             self._seconds, self._syncs = seconds, syncs
 
-    def note_prompts(self, rows: list[dict[str, Any]]) -> None:
-        """Remember the values of a generation's prompts for the next row, for example seeds. Called by every rank."""
+    def record_prompt_values(self, rows: list[dict[str, Any]]) -> None:
+        """Gather recorded values of a generation's prompts, such as seeds, for the next row. Called by every rank."""
         for name, values in recorded_values(rows).items():
             values_of_ranks = gather_object(values)
             if self._trainer.accelerator.is_main_process:
                 self._prompt_values.setdefault(name, []).extend(values_of_ranks[:: self._trainer.num_generations])
 
     def write(self, logs: dict[str, float]) -> None:
-        """Append the row of an optimizer step, with TRL's ``logs``, to ``metrics.jsonl``, and start the next row."""
+        """Append a row with TRL's ``logs``, times, tokens and memory to ``metrics.jsonl``, and start the next row.
+
+        If the W&B address has changed, write it to ``tracked.json``.
+        """
         now, state = time.perf_counter(), self._trainer.state
         step_seconds = now - (self._row_began or now)
         tokens = state.num_input_tokens_seen - self._tokens_before
@@ -119,7 +125,7 @@ class MetricsRows:
             **{f"seconds/{name}": value for name, value in seconds.items()},
             "syncs": self._syncs,
             **self._prompt_values,
-            **memory_row(self._trainer.accelerator.device),
+            **measure_memory(self._trainer.accelerator.device),
         }
         append_json(self._file, row)
         wandb = sys.modules.get("wandb")
@@ -132,7 +138,7 @@ class MetricsRows:
         self._prompt_values = {}
 
 
-def memory_row(device: torch.device) -> dict[str, float]:
+def measure_memory(device: torch.device) -> dict[str, float]:
     """Return the current and the peak memory of this process in GB: of the GPU, or resident memory on CPU."""
     if device.type == "cuda":
         current, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
@@ -142,7 +148,7 @@ def memory_row(device: torch.device) -> dict[str, float]:
     return {"memory/gb": current / 1e9, "memory/peak_gb": peak / 1e9}
 
 
-def json_number(value: Any) -> Any:
+def to_json_number(value: Any) -> Any:
     """Convert a value for JSON: infinite and undefined numbers become text, and -0.0 becomes 0.0."""
     if not isinstance(value, float):
         return value
@@ -150,16 +156,16 @@ def json_number(value: Any) -> Any:
 
 
 def append_json(file: Path, *rows: dict[str, Any]) -> None:
-    """Append rows to a JSONL file. End an incomplete last line, which a kill can leave, with a line break first."""
-    texts = [json.dumps({key: json_number(value) for key, value in row.items()}) + "\n" for row in rows]
+    """Append rows to a JSONL file; first end an incomplete last line, which a kill can leave, with a line break."""
+    texts = [json.dumps({key: to_json_number(value) for key, value in row.items()}) + "\n" for row in rows]
     with file.open("ab+") as lines:
         if lines.tell() and os.pread(lines.fileno(), 1, lines.tell() - 1) != b"\n":
             lines.write(b"\n")
         lines.write("".join(texts).encode())
 
 
-def show_advantages(trainer: InnerTrainer, advantages_B: torch.Tensor) -> None:
-    """Put these advantages, of all ranks, into TRL's table of completions, from which samples are written too."""
+def replace_logged_advantages(trainer: InnerTrainer, advantages_B: torch.Tensor) -> None:
+    """Replace the last advantages in TRL's table of completions by these of all ranks. Samples are written from it."""
     logged: Any = trainer._logs["advantages"]
     for _ in range(min(len(advantages_B), len(logged))):  # TRL has just appended the generation's own
         logged.pop()
@@ -169,7 +175,7 @@ def show_advantages(trainer: InnerTrainer, advantages_B: torch.Tensor) -> None:
 def write_samples(
     file: Path, trainer: InnerTrainer, answers: list[Any], episodes: list[dict[str, Any]] | None = None
 ) -> None:
-    """Append a row with all rewards of the generation that TRL just logged, and some completions to read.
+    """Append a row to ``file``: all rewards of the generation that TRL just logged, and some completions to read.
 
     ``answers`` are the reference answers of rank 0's rows. ``episodes`` are the records of completions, (B,), that come
     from environments.
@@ -177,29 +183,29 @@ def write_samples(
     logs, group_size, names = trainer._logs, trainer.num_generations, trainer.reward_func_names
     prompts, completions, advantages = (list(logs[name]) for name in ("prompt", "completion", "advantages"))
     rewards_BR = trainer.rewards_BR[-len(prompts) :]
-    totals = [_rounded(total) for total in sum_weighted_rewards(rewards_BR, trainer.reward_weights).tolist()]
+    totals = [_round_or_none(total) for total in sum_weighted_rewards(rewards_BR, trainer.reward_weights).tolist()]
     samples = []
-    for row in chosen_rows(totals, group_size, len(answers), trainer.args.report_samples):
+    for row in choose_rows(totals, group_size, len(answers), trainer.args.report_samples):
         answer = answers[row - row % group_size]
         samples.append(
             {
-                "prompt": _text(prompts[row], roles=True),
-                "completion": _text(completions[row], roles=len(completions[row]) > 1),
-                "answer": None if answer is None else _text(str(answer)),
+                "prompt": _format_text(prompts[row], roles=True),
+                "completion": _format_text(completions[row], roles=len(completions[row]) > 1),
+                "answer": None if answer is None else _format_text(str(answer)),
                 "reward": totals[row],
-                "rewards": dict(zip(names, map(_rounded, rewards_BR[row].tolist()), strict=True)),
-                "advantage": _rounded(advantages[row]),
-                **({"episode": _short_episode(episodes[row])} if episodes else {}),
+                "rewards": dict(zip(names, map(_round_or_none, rewards_BR[row].tolist()), strict=True)),
+                "advantage": _round_or_none(advantages[row]),
+                **({"episode": _shorten_episode(episodes[row])} if episodes else {}),
             }
         )
     append_json(file, {"step": trainer.state.global_step + 1, "rewards": totals, "samples": samples})
 
 
-def chosen_rows(totals: list[float | None], group: int, answered: int, count: int) -> list[int]:
-    """Choose ``count`` rows worth reading by their rewards, (B,): from the first group and the group with most spread.
+def choose_rows(totals: list[float | None], group: int, answered: int, count: int) -> list[int]:
+    """Choose ``count`` rows by their rewards, (B,), to show: from the first group and the group with most spread.
 
-    Only groups that begin in the first ``answered`` rows count, because rank 0 knows their answers. The rows of
-    a group come in the order best, worst, second best, and so on.
+    Only groups that begin in the first ``answered`` rows count, because rank 0 knows their answers. The rows of a group
+    come in the order best, worst, second best, and so on.
     """
 
     def spread(start: int) -> float:
@@ -219,8 +225,8 @@ def chosen_rows(totals: list[float | None], group: int, answered: int, count: in
     return extremes(0, count - count // 2) + extremes(widest, count // 2) if widest else extremes(0, count)
 
 
-def _short_episode(record: dict[str, Any]) -> Any:
-    """Return an episode's record with secrets masked and long texts cut. Texts are cut shorter if it has many turns."""
+def _shorten_episode(record: dict[str, Any]) -> Any:
+    """Return an episode's record with secrets masked and long texts cut, shorter if it has many turns."""
     longest = max(_SHORTEST_CUT, _LONGEST_EPISODE // (1 + 2 * len(record["turns"])))
 
     def shorten(value: Any) -> Any:
@@ -228,15 +234,15 @@ def _short_episode(record: dict[str, Any]) -> Any:
             return {masked(str(name)): shorten(item) for name, item in value.items()}
         if isinstance(value, list):
             return [shorten(item) for item in value]
-        return _text(value, longest=longest) if isinstance(value, str) else json_number(value)
+        return _format_text(value, longest=longest) if isinstance(value, str) else to_json_number(value)
 
     return shorten(record)
 
 
-def _text(content: Any, roles: bool = False, longest: int = LONGEST_TEXT) -> str:
+def _format_text(content: Any, roles: bool = False, longest: int = LONGEST_TEXT) -> str:
     """Return a text or joined chat messages with secrets masked, cut to ``longest`` characters.
 
-    ``roles`` writes the role above each message. A cut text says how many characters are missing.
+    ``roles`` writes the role above each message. A cut text tells how many characters are missing.
     """
     if not isinstance(content, str):
         contents = [message.get("content") for message in content]
@@ -248,7 +254,7 @@ def _text(content: Any, roles: bool = False, longest: int = LONGEST_TEXT) -> str
     return text if excess <= 0 else f"{text[:longest]} […{excess:,} more characters]"
 
 
-def _rounded(value: float) -> float | None:
+def _round_or_none(value: float) -> float | None:
     """Return a number with 4 decimals, or None if it is not finite."""
     return round(value, 4) if math.isfinite(value) else None
 
@@ -274,7 +280,7 @@ class Evaluation:
         self.owed = False  # whether the run was stopped in an evaluation that was due
 
     def set_name(self, eval_dataset: Any, prefix: str) -> str | None:
-        """Return the name of a set in ``eval.jsonl``: its key, or from the prefix. None for the trainer's own set."""
+        """Return a set's name in ``eval.jsonl``: its key in a dict, or the prefix. None for the trainer's own set."""
         if eval_dataset is None or eval_dataset is self._trainer.eval_dataset:
             return None
         if isinstance(eval_dataset, str):  # the key of one of the trainer's own sets
@@ -282,9 +288,9 @@ class Evaluation:
         return "other" if prefix == "eval" else prefix.removeprefix("eval_")  # "eval" is the default prefix
 
     def read_earlier_metrics(self) -> None:
-        """Set ``earlier_metrics`` to the metrics that an earlier attempt wrote for this step, by set.
+        """Read the metrics that an earlier attempt wrote for this step into ``earlier_metrics``, by set.
 
-        They are of the trainer's own sets, which are then not evaluated again. Called by every rank.
+        Only the trainer's own sets count, which are then not evaluated again. Called by every rank.
         """
         trainer = self._trainer
         set_names = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {None}
@@ -306,12 +312,12 @@ class Evaluation:
         return self._inside
 
     def start_batch(self) -> None:
-        """Count a batch of the evaluation. Its number is part of the sampling seeds."""
+        """Increase the batch number, which is part of the sampling seeds."""
         self.batch += 1
 
     @contextmanager
     def due(self) -> Iterator[None]:
-        """Set ``owed`` if a stop request ends the evaluation in the block, and suppress Stopped."""
+        """Run the evaluation that is due in the block. If a stop request ends it, set ``owed`` and suppress Stopped."""
         self._inside = True
         try:
             yield
@@ -322,7 +328,7 @@ class Evaluation:
 
     @contextmanager
     def running(self, name: str | None = None) -> Iterator[None]:
-        """Evaluate a set in the block, with the recipe's sampling for evaluations. Afterwards restore the training.
+        """Evaluate a set in the block: apply the recipe's evaluation sampling, and restore the training afterwards.
 
         Suppress Stopped, so that a stop request ends only this evaluation, unless it is part of another.
         """
@@ -358,7 +364,7 @@ class Evaluation:
         logs, is_training = copy_containers(trainer._logs), trainer.model.training
         outer_set, is_nested = self._set, self._inside
         due_actions = trainer.control.should_log, trainer.control.should_evaluate
-        restore_random_states = remember_random_states()
+        restore_random_states = capture_random_states()
         try:
             self._set, self._inside = name, True
             with trainer.rows.evaluating():
@@ -371,7 +377,7 @@ class Evaluation:
         finally:
             self._set, self._inside = outer_set, is_nested
             restore_random_states()
-            refill(trainer._logs, logs)
+            replace_contents(trainer._logs, logs)
             self.rewards = None
             trainer.model.train(is_training)
             if not is_nested:
@@ -449,5 +455,5 @@ class CountedStream(torch.utils.data.IterableDataset[Any]):
             yield row
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle the stream for this epoch."""
+        """Pass the epoch to the stream, which shuffles by it."""
         self.stream.set_epoch(epoch)

@@ -1,4 +1,4 @@
-"""Rows of an optimizer step, sorted by length, in TRL's number of micro-batches with equal numbers of rows.
+"""Sort the rows of an optimizer step by length, in TRL's number of micro-batches with equal numbers of rows.
 
 TRL shuffles the rows of a generation, so most micro-batches have rows of every length. After sorting, the rows of a
 micro-batch have about one length, and ``passes`` feeds them with little padding. A row stays in its optimizer step and
@@ -56,7 +56,7 @@ class MicroBatches:
 
     def _sort_step(self, parts: Sequence[Rows]) -> list[Rows]:
         """Sort the rows of an optimizer step by length, over its micro-batches, and add ``TOKENS`` to each of these."""
-        step = {name: _join([part[name] for part in parts]) for name in parts[0]}
+        step = {name: _join_values([part[name] for part in parts]) for name in parts[0]}
         lengths_B = step["prompt_mask"].sum(dim=1) + step["completion_mask"].sum(dim=1)
         order_B = lengths_B.argsort(descending=True, stable=True)
         groups = [
@@ -93,8 +93,8 @@ def needs_trl_order(args: GRPOConfig) -> bool:
     )
 
 
-def _join(values: Sequence[Any]) -> Any:
-    """Join the values of micro-batches. Scalars and lists are equal in all of them."""
+def _join_values(values: Sequence[Any]) -> Any:
+    """Concatenate tensors of micro-batches. Scalars and lists are equal in all of them, so return the first."""
     if torch.is_tensor(values[0]) and values[0].ndim:
         return torch.cat(list(values))
     return values[0]

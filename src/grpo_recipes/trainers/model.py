@@ -29,7 +29,10 @@ from grpo_recipes.weights.lora import get_base_name
 def as_config_error(
     kinds: tuple[type[Exception], ...], where: str, problem: str, fix: str
 ) -> AbstractContextManager[None]:
-    """Convert errors of these kinds in the block to a ConfigError with ``problem`` and the error's text in one line."""
+    """Return a context manager that turns errors of these kinds into a ConfigError.
+
+    Its message is ``problem`` and the error's text in one line.
+    """
     return translate(kinds, lambda error: config_error(where, f"{problem}: {' '.join(str(error).split())[:300]}", fix))
 
 
@@ -103,29 +106,32 @@ def loaded_by_every_rank(args: GRPOConfig) -> Iterator[None]:
 
 
 def save_reference(trainer: InnerTrainer, folder: Path) -> None:
-    """Write the reference that ``sync_ref_model`` moves into a checkpoint. TRL would load the initial model again."""
+    """Write the reference model, which ``sync_ref_model`` updates, into a checkpoint. Called by every rank.
+
+    On a resume, TRL would load the initial model.
+    """
     if shards_weights(trainer.accelerator) or trainer.accelerator.is_main_process:
-        shards = [local_shard(parameter) for parameter in _reference(trainer).parameters()]
-        torch.save(shards, _reference_file(trainer, folder))
+        shards = [get_local_shard(parameter) for parameter in _get_reference(trainer).parameters()]
+        torch.save(shards, _get_reference_file(trainer, folder))
 
 
 def load_reference(trainer: InnerTrainer, folder: Path) -> None:
-    """Copy the reference in a checkpoint into the trainer's. Raise FileNotFoundError if it has none."""
-    path = _reference_file(trainer, folder)
+    """Copy the reference in a checkpoint into the trainer's. Raise FileNotFoundError if the checkpoint has none."""
+    path = _get_reference_file(trainer, folder)
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: sync_ref_model was not on when the checkpoint was made")
     shards = torch.load(path, map_location="cpu", weights_only=True)
-    for parameter, shard in zip(_reference(trainer).parameters(), shards, strict=True):
-        local_shard(parameter).copy_(shard)
+    for parameter, shard in zip(_get_reference(trainer).parameters(), shards, strict=True):
+        get_local_shard(parameter).copy_(shard)
 
 
-def _reference(trainer: InnerTrainer) -> PreTrainedModel:
+def _get_reference(trainer: InnerTrainer) -> PreTrainedModel:
     """Return the reference model, which a run with ``sync_ref_model`` has."""
     assert trainer.ref_model is not None  # TRL requires it for sync_ref_model
     return trainer.ref_model
 
 
-def _reference_file(trainer: InnerTrainer, folder: Path) -> Path:
+def _get_reference_file(trainer: InnerTrainer, folder: Path) -> Path:
     """Return the path of this rank's part of the reference model in a checkpoint.
 
     If the ranks do not hold shards of the weights, this is rank 0's file, which has the whole reference.
@@ -134,8 +140,8 @@ def _reference_file(trainer: InnerTrainer, folder: Path) -> Path:
     return folder / f"reference_{rank}.pt"
 
 
-def local_shard(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the part of a parameter that this process holds, without a copy. Only FSDP and ZeRO-3 have shards."""
+def get_local_shard(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the part of a parameter that this process has, without a copy. Only FSDP and ZeRO-3 have shards."""
     data = getattr(parameter, "ds_tensor", parameter).detach()
     shard: torch.Tensor = data.to_local() if hasattr(data, "to_local") else data
     return shard
@@ -147,12 +153,12 @@ def load_lora_config(model_args: ModelConfig, trust_remote_code: bool) -> LoraCo
     if config is None:
         return None
     assert isinstance(config, LoraConfig)  # the only kind that TRL makes
-    check_adapter(skeleton(model_args, trust_remote_code), config)
+    check_adapter(build_without_weights(model_args, trust_remote_code), config)
     return config
 
 
-def skeleton(model_args: ModelConfig, trust_remote_code: bool) -> PreTrainedModel:
-    """Build the model without weights, on the meta device. Raise OSError or ValueError for an unknown configuration."""
+def build_without_weights(model_args: ModelConfig, trust_remote_code: bool) -> PreTrainedModel:
+    """Build the model on the meta device, without weights. Raise OSError or ValueError for an unknown configuration."""
     name = model_args.model_name_or_path
     assert name is not None  # `grpo check` requires it
     config = AutoConfig.from_pretrained(name, revision=model_args.model_revision, trust_remote_code=trust_remote_code)
@@ -190,7 +196,7 @@ def check_adapter(model: PreTrainedModel, config: LoraConfig) -> int:
             raise config_error("lora_modules_to_save", problem, f"remove {name}, or remove use_peft")
     problem, fix = "PEFT can't add the adapter to this model", f"set all-linear, or some of {linear}"
     with as_config_error((ValueError, TypeError), "lora_target_modules", problem, fix):
-        return len(_adapted_layers(get_peft_model(model, copy.deepcopy(config))))
+        return len(_find_adapted_layers(get_peft_model(model, copy.deepcopy(config))))
 
 
 def reject_shards(accelerator: Accelerator) -> None:
@@ -200,25 +206,25 @@ def reject_shards(accelerator: Accelerator) -> None:
         raise ValueError(f"LoRA with ZeRO-3 or FSDP is not supported. Fix: {fix}")
 
 
-def merged_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name in the base model and the value of every parameter, with the adapter merged into it.
+def merge_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each parameter's name in the base model and its value, with the adapter merged into it.
 
     TRL merges in place and subtracts the adapter again. Rounding then moves the base model with every transfer.
     """
-    layers = {f"{name}.base_layer.weight": layer for name, layer in _adapted_layers(model).items()}
+    layers = {f"{name}.base_layer.weight": layer for name, layer in _find_adapted_layers(model).items()}
     for name, parameter in model.named_parameters():
         if model.prefix not in name and "original_module" not in name:
-            merged = _merged(layers[name]) if name in layers else parameter.data
+            merged = _merge_layer(layers[name]) if name in layers else parameter.data
             yield get_base_name(name).replace(".modules_to_save.default.", "."), merged
 
 
-def _adapted_layers(model: PeftModel) -> dict[str, BaseTunerLayer]:
+def _find_adapted_layers(model: PeftModel) -> dict[str, BaseTunerLayer]:
     """Return the layers that have an adapter, by name."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
 
 
-def _merged(layer: Any) -> torch.Tensor:
-    """Return the weight of one layer with its adapter, in a new tensor."""
+def _merge_layer(layer: Any) -> torch.Tensor:
+    """Return the weight of one layer with its adapter merged, in a new tensor. The layer is unchanged."""
     weight = layer.get_base_layer().weight
     base_data = weight.data
     layer.merge(safe_merge=True)
@@ -234,5 +240,5 @@ def save_merged(model: PeftModel, folder: Path) -> None:
     base: Any = model.get_base_model()
     parameters = dict(base.named_parameters(remove_duplicate=False))
     tensors = {name: tensor for name, tensor in base.state_dict().items() if name not in parameters}  # buffers
-    tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in merged_parameters(model)}
+    tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in merge_parameters(model)}
     base.save_pretrained(folder, state_dict=tensors)

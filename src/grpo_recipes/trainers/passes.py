@@ -1,4 +1,4 @@
-"""Forward passes over rows of similar length. TRL pads every row to the longest prompt and the longest completion.
+"""Feed rows of similar length in common forward passes. TRL pads every row to the longest prompt and completion.
 
 The rows of a call are ordered by length and fed in several passes, so that padding stays below a tenth. With
 ``padding_free`` they are fed one after another in a single row. The log-probs return in TRL's order and shape, so TRL's
@@ -18,16 +18,16 @@ from grpo_recipes.trainers.protocol import Computed, InnerTrainer
 MOST_FED = 1.1  # tokens that a pass may feed per real token; a single row has no padding
 
 
-def in_trimmed_passes(
+def compute_in_trimmed_passes(
     trainer: InnerTrainer, compute: Callable[..., Computed], model: Any, input_ids: torch.Tensor,
     attention_mask: torch.Tensor, logits_to_keep: int, batch_size: int | None = None, compute_entropy: bool = False,
     *args: Any, **kwargs: Any,
 ) -> Computed:  # fmt: skip
-    """Return the results of TRL's ``compute`` for rows, (B, L): left-padded prompt, right-padded completion.
+    """Call TRL's ``compute`` on groups of rows of similar length, with less padding; return the results of all rows.
 
-    Called by every rank. All ranks make the same number of passes, because sharded models gather their weights in each.
-    Images and the load-balancing loss of a mixture of experts, a mean over a whole pass, take TRL's own pass. Rows with
-    little padding take it too, bit for bit.
+    Rows are (B, L): left-padded prompt, right-padded completion. Called by every rank. All ranks make the same number
+    of passes, because sharded models gather their weights in each. Rows with images, with the load-balancing loss of a
+    mixture of experts (a mean over a whole pass), or with little padding use TRL's own pass, bit for bit.
     """
     rows, width = input_ids.shape
     prompt_lengths_B = (attention_mask[:, :-logits_to_keep] != 0).sum(dim=1)
@@ -39,7 +39,7 @@ def in_trimmed_passes(
     is_padded = padding_free or rows * width > MOST_FED * int(widths_B.sum())
     has_options = any(value not in (None, False) for value in (*args, *kwargs.values()))
     is_special = bool((prompt_lengths_B == 0).any()) or has_options
-    most_passes, any_padded, any_special = _largest_of_ranks(trainer, len(groups), is_padded, is_special)
+    most_passes, any_padded, any_special = _max_over_ranks(trainer, len(groups), is_padded, is_special)
     if any_special or not any_padded:
         return compute(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, *args, **kwargs)
     groups = split_passes(groups, most_passes)
@@ -55,12 +55,12 @@ def in_trimmed_passes(
         ids_bW = input_ids[fed_rows].gather(1, columns_bW.clamp(max=width - 1))
         computed_width = max(longest - int(prompt_lengths_b.min()), 1)
         results = compute(
-            partial(_in_one_row, model) if padding_free else model,
+            partial(_compute_in_one_row, model) if padding_free else model,
             ids_bW, mask_bW.to(attention_mask.dtype), computed_width, compute_entropy=compute_entropy,
         )  # fmt: skip
         first_b = prompt_lengths_b - (longest - computed_width)  # column of the first token of the completion
         aligned = [
-            _aligned(values, first_b, lengths_b - prompt_lengths_b, logits_to_keep)
+            _align_columns(values, first_b, lengths_b - prompt_lengths_b, logits_to_keep)
             for values in results
             if values is not None
         ]
@@ -89,7 +89,7 @@ def group_rows(lengths: Sequence[int], most: float, padding_free: bool = False) 
 
 
 def split_passes(groups: list[list[int]], count: int) -> list[list[int]]:
-    """Return the passes with the largest one halved until there are ``count``. Some are empty for too few rows."""
+    """Halve the largest pass until there are ``count`` passes, and return them. With too few rows, some are empty."""
     groups = list(groups)
     while len(groups) < count:
         largest = max(range(len(groups)), key=lambda index: len(groups[index]))
@@ -98,7 +98,7 @@ def split_passes(groups: list[list[int]], count: int) -> list[list[int]]:
     return groups
 
 
-def _in_one_row(
+def _compute_in_one_row(
     model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, **kwargs: Any
 ) -> SimpleNamespace:
     """Feed the tokens of all rows in a single row. Return ``log_probs`` and ``entropy``, (b, L - 1), like TRL's head.
@@ -121,16 +121,16 @@ def _in_one_row(
     return SimpleNamespace(log_probs=as_rows(output.log_probs), entropy=as_rows(output.entropy))
 
 
-def _aligned(values_bK: torch.Tensor, first_b: torch.Tensor, lengths_b: torch.Tensor, width: int) -> torch.Tensor:
-    """Move the values from column ``first_b`` on to column 0, (b, width). Fill the end of shorter rows with 0."""
+def _align_columns(values_bK: torch.Tensor, first_b: torch.Tensor, lengths_b: torch.Tensor, width: int) -> torch.Tensor:
+    """Shift each row left by ``first_b`` columns, and return (b, width). Columns after a row's length are 0."""
     steps = torch.arange(int(lengths_b.max()), device=values_bK.device)
     columns = (first_b.unsqueeze(1) + steps).clamp(0, values_bK.shape[1] - 1)
     is_past_end = steps >= lengths_b.unsqueeze(1)
     return pad(values_bK.gather(1, columns).masked_fill(is_past_end, 0.0), (0, width - len(steps)))
 
 
-def _largest_of_ranks(trainer: InnerTrainer, *values: float) -> tuple[int, ...]:
-    """Return the largest of each value over all ranks, as an integer. Called by every rank."""
+def _max_over_ranks(trainer: InnerTrainer, *values: float) -> tuple[int, ...]:
+    """Return the maximum of each value over all ranks, as an integer. Called by every rank."""
     if trainer.accelerator.num_processes == 1:
         return tuple(int(value) for value in values)
     of_rank = torch.tensor([values], device=trainer.accelerator.device, dtype=torch.long)

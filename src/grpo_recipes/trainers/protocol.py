@@ -1,4 +1,4 @@
-"""The trainer for its own helpers: the public members, and the state that TRL and transformers keep.
+"""Define protocols of the trainer for its own helpers: public members, and state that TRL and transformers keep.
 
 A helper cannot import ``GRPOTrainer``, which imports the helper. It receives an ``InnerTrainer``. Objects outside this
 package receive the smaller ``trainer_protocol.Trainer`` or ``rollouts.source.SamplingTrainer``.
@@ -48,7 +48,7 @@ class CheckpointState(Protocol):
         """Return copies of this rank's state that a step changes and transformers does not save."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Put a result of ``state`` back into the trainer."""
+        """Set the trainer's attributes to a result of ``state``."""
 
 
 class Controller(Protocol):
@@ -58,7 +58,7 @@ class Controller(Protocol):
         """Return the coefficient, and what its updates depend on, for a checkpoint."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with a result of ``state_dict``."""
+        """Restore the coefficient from a result of ``state_dict``."""
 
 
 class InnerTrainer(SamplingTrainer, Protocol):

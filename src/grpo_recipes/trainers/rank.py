@@ -1,4 +1,4 @@
-"""One training process: its record for the launcher, its first barrier, and checks against the plan.
+"""Start, check and record one training process: its record for the launcher, a first barrier, and the plan's world.
 
 accelerate silently starts fewer processes, or shares the model differently, for some configurations. So each process
 compares its world with ``plan.json`` before it trains.
@@ -41,10 +41,11 @@ _TICK_SECONDS = 0.2  # between two reads of the server's state
 
 
 @contextmanager
-def rank_record(folder: Path) -> Iterator[None]:
-    """Write ``processes/rank_<n>.json`` for the launcher: the pid now, exit code and cause after the block.
+def recording_rank(folder: Path) -> Iterator[None]:
+    """Write ``processes/rank_<n>.json`` for the launcher: the pid before the block, exit code and cause after it.
 
-    An exception in the block ends the process at once, with ``os._exit``. SIGUSR2 writes the stacks of all threads.
+    An exception in the block ends the process at once, with ``os._exit``. SIGUSR2 writes the stacks of all threads. The
+    process dies with its parent.
     """
     die_with_parent(os.getppid(), signal.SIGKILL)  # if the launcher and its guard are killed, nothing else ends it
     rank = int(os.environ.get("RANK", "0"))
@@ -63,7 +64,7 @@ def rank_record(folder: Path) -> Iterator[None]:
         elif isinstance(error, ConfigError):  # exits with 1: code 2 means that nothing was started
             cause = str(error.problems[0])
         else:
-            cause += _user_line(error)
+            cause += _find_user_line(error)
         write_last_json(path, {**record, "exit": code, "cause": printable(cause), "time": time.time()})
         if not isinstance(error, SystemExit):
             traceback.print_exc()
@@ -79,7 +80,7 @@ def rank_record(folder: Path) -> Iterator[None]:
 
 
 def _end_collectives() -> bool:
-    """End the threads of torch.distributed. Return False if they do not end in time.
+    """Destroy torch.distributed's process group. Return False if that takes more than 60 seconds.
 
     A gloo thread that frees a tensor during the interpreter's exit aborts the process, and a finished run would count
     as failed. NCCL may wait for a rank that has gone. Everything is saved by now.
@@ -92,7 +93,7 @@ def _end_collectives() -> bool:
     return not ending.is_alive()
 
 
-def _user_line(error: BaseException) -> str:
+def _find_user_line(error: BaseException) -> str:
     """Return `` (file:line)`` of the innermost line of the user's code in the traceback, or an empty string."""
     foreign = (sys.prefix, sys.base_prefix, str(home() / "src"), str(Path(__file__).parents[1]))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -101,8 +102,8 @@ def _user_line(error: BaseException) -> str:
     return ""
 
 
-def first_barrier(run_dir: Path, device: torch.device, seconds: float | None = None) -> None:
-    """Sum an element over all ranks. Raise RuntimeError if a rank is missing, for example if the network is broken.
+def wait_for_all_ranks(run_dir: Path, device: torch.device, seconds: float | None = None) -> None:
+    """Wait until all ranks have arrived here. Raise RuntimeError if one is missing, for example on a broken network.
 
     With gloo, the error names the missing ranks and their nodes. ``seconds`` is the time limit, by default the plan's.
     Ranks may import torch and TRL from a cold file system.
@@ -149,7 +150,7 @@ _SHARING = {"single": "NO", "ddp": "MULTI_GPU MULTI_CPU", "zero2": "DEEPSPEED", 
 
 
 def check_world(folder: Path, world_size: int, device_type: str) -> None:
-    """Raise RuntimeError unless number and device of the processes are as in ``plan.json``.
+    """Raise RuntimeError unless number and device type of the processes are as in ``plan.json``.
 
     accelerate may start fewer without an error.
     """
@@ -161,9 +162,9 @@ def check_world(folder: Path, world_size: int, device_type: str) -> None:
 
 
 def check_sharing(folder: Path, distributed_type: str, dtype: str) -> None:
-    """Raise RuntimeError unless ``accelerator`` and the weights' dtype are as in ``plan.json``.
+    """Raise RuntimeError unless the sharing of the model and the weights' dtype are as in ``plan.json``.
 
-    accelerate may drop DeepSpeed or FSDP without an error.
+    accelerate may drop DeepSpeed or FSDP without an error. With a CONFIG_FILE, check nothing.
     """
     plan = json.loads((folder / "plan.json").read_text())
     planned = plan["accelerator"]

@@ -1,4 +1,4 @@
-"""The trainer's sampler: the connection to vLLM that TRL builds, and sampling settings that change for a while."""
+"""Connect TRL's trainer to vLLM, and change sampling settings for a while."""
 
 import copy
 from collections.abc import Iterator
@@ -17,18 +17,18 @@ from grpo_recipes.weights.client import BridgeClient
 from grpo_recipes.weights.colocated import trl_building_colocated
 
 
-def weight_bridge(args: GRPOConfig, run_dir: Path, stop: StopRequest) -> AbstractContextManager[None]:
+def building_vllm_client(args: GRPOConfig, run_dir: Path, stop: StopRequest) -> AbstractContextManager[None]:
     """In the block, let TRL build our client of the vLLM server, or vLLM in this process. Without vLLM, do nothing."""
     if not args.use_vllm:
         return nullcontext()
     seed = args.seed if seeds_sampling(args.seed_server, args.use_cpu) else None
     if args.vllm_mode == "colocate":
         return trl_building_colocated(args=args, run_seed=seed, stop=stop)
-    return trl_building_client(client_of(args), args=args, run_dir=run_dir, seed=seed, stop=stop)
+    return trl_building_client(choose_client(args), args=args, run_dir=run_dir, seed=seed, stop=stop)
 
 
-def client_of(args: GRPOConfig) -> type[BridgeClient]:
-    """Return the client of the recipe's server."""
+def choose_client(args: GRPOConfig) -> type[BridgeClient]:
+    """Return the client class for the recipe's weight sync method, or for an external server."""
     if not args.vllm_server_base_url:
         return CLIENTS[args.weight_sync]
     from grpo_recipes.rollouts.external import ExternalClient  # importing openai takes 0.4 s
@@ -37,8 +37,8 @@ def client_of(args: GRPOConfig) -> type[BridgeClient]:
 
 
 @contextmanager
-def changed_sampling(trainer: Trainer, settings: dict[str, Any]) -> Iterator[None]:
-    """Let the trainer sample with these settings in the block, and with its own again afterwards.
+def changing_sampling(trainer: Trainer, settings: dict[str, Any]) -> Iterator[None]:
+    """Let the trainer sample with these settings in the block, and restore its own afterwards.
 
     ``settings`` may have ``temperature``, ``top_p`` and ``max_completion_length``. A temperature of 0 is greedy.
     """
@@ -46,7 +46,7 @@ def changed_sampling(trainer: Trainer, settings: dict[str, Any]) -> Iterator[Non
         yield
         return
     if not trainer.use_vllm:
-        with trainer.generating_with(_changed_config(trainer.generation_config, settings)):
+        with trainer.generating_with(_change_config(trainer.generation_config, settings)):
             yield
         return
     training_settings = {name: getattr(trainer.vllm_generation, name) for name in settings}
@@ -59,7 +59,7 @@ def changed_sampling(trainer: Trainer, settings: dict[str, Any]) -> Iterator[Non
             setattr(trainer.vllm_generation, name, value)
 
 
-def _changed_config(config: GenerationConfig, settings: dict[str, Any]) -> GenerationConfig:
+def _change_config(config: GenerationConfig, settings: dict[str, Any]) -> GenerationConfig:
     """Return a copy of a transformers GenerationConfig with other sampling settings. A temperature of 0 is greedy.
 
     ``settings`` has names of recipe keys: ``max_completion_length`` sets ``max_new_tokens``.

@@ -1,6 +1,7 @@
-"""Log-probs of rows that were sampled at different temperatures. TRL builds a single temperature into the model's head.
+"""Compute log-probs of rows that were sampled at different temperatures.
 
-A batch takes one forward pass for each temperature in it, with TRL's head rebuilt for that temperature.
+TRL builds a single temperature into the model's head. So a batch makes one forward pass for each temperature in it,
+with TRL's head rebuilt for that temperature.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +16,8 @@ from grpo_recipes.trainers.protocol import Computed, InnerTrainer
 
 
 @contextmanager
-def head_at(trainer: InnerTrainer, model: Any, temperature: float) -> Iterator[None]:
-    """Let TRL's head of ``model`` compute log-probs at this temperature in the block."""
+def changing_head_temperature(trainer: InnerTrainer, model: Any, temperature: float) -> Iterator[None]:
+    """Rebuild TRL's head of ``model`` for this temperature in the block, and restore it afterwards."""
     inner = trainer.accelerator.unwrap_model(model)
     inner = inner.get_base_model() if is_peft_model(inner) else inner
     forward = inner.forward  # TRL's own patch of the method
@@ -27,15 +28,15 @@ def head_at(trainer: InnerTrainer, model: Any, temperature: float) -> Iterator[N
         inner.forward = forward
 
 
-def at_own_temperatures(
+def compute_at_own_temperatures(
     trainer: InnerTrainer, temperature_B: torch.Tensor, compute: Callable[..., Computed], model: Any,
     input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, batch_size: int | None = None,
     *args: Any, **kwargs: Any,
 ) -> Computed:  # fmt: skip
-    """Return the results of TRL's ``compute`` with each row at its own temperature. Called by every rank.
+    """Call TRL's ``compute`` once for each temperature, and return its results with each row at its own temperature.
 
-    Sharded models need the same forward passes on every rank. So each rank makes a pass for every temperature of any
-    rank. A rank without rows of a temperature feeds another row and drops the result.
+    Called by every rank. Sharded models need the same forward passes on every rank. So each rank makes a pass for every
+    temperature of any rank. A rank without rows of a temperature feeds another row and drops the result.
     """
     temperatures, size = trainer.accelerator.gather(temperature_B).unique().tolist(), batch_size or len(input_ids)
     order: list[torch.Tensor] = []
@@ -44,7 +45,7 @@ def at_own_temperatures(
         for temperature in temperatures:
             rows = start + (temperature_B[start : start + size] == temperature).nonzero().flatten()
             fed_rows = rows if len(rows) else torch.tensor([start], device=input_ids.device)
-            with head_at(trainer, model, temperature):
+            with changing_head_temperature(trainer, model, temperature):
                 logps, entropies, router_loss = compute(
                     model, input_ids[fed_rows], attention_mask[fed_rows], logits_to_keep, None, *args, **kwargs
                 )
