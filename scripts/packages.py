@@ -166,6 +166,24 @@ def drawing() -> str:
     )
 
 
+def table() -> str:
+    """Return a Markdown row for each package, the highest first: its name, its subject, and the packages it imports."""
+    used = package_imports()
+    rows = [
+        f"| `{name}` | {PACKAGES[name]} | {', '.join(f'`{other}`' for other in used if other in used[name])} |"
+        for name in reversed(used)
+    ]
+    return "\n".join(["| package | subject | imports from |", "|---|---|---|", *rows])
+
+
+def fill(markdown: str) -> str:
+    """Return a page with the drawing and the table of packages instead of their markers."""
+    for marker, make in (("<!-- packages drawing -->", drawing), ("<!-- packages table -->", table)):
+        if marker in markdown:
+            markdown = markdown.replace(marker, make())
+    return markdown
+
+
 def files_with(word: str) -> list[tuple[str, list[int]]]:
     """Return the files of the package that contain ``word`` as a whole, from the ground up, each with its lines.
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from pathlib import Path
 
 import ledgers
 import pytest
 from ledgers import ROW_FILES, TESTS, Fault, Row, exists, needs, parse_row, read_faults, read_rows
 from ran_tests import passed_tests, pytest_runtest_logreport
+
+sys.path.insert(0, str(ledgers.REPOSITORY / "scripts"))
+from documentation import ledger_tables
 
 GUIDE = TESTS / "guide_rows.yaml"
 TEST = "tests/plan/test_plan.py::test_vllm_tp_size_moves_the_devices"
@@ -178,16 +181,12 @@ def test_coverage_fails_if_a_test_did_not_pass(
 
 
 def test_the_page_shows_status_evidence_and_needs_of_each_row() -> None:
-    spec = importlib.util.spec_from_file_location("guide_table", ledgers.REPOSITORY / "docs/guide_table.py")
-    assert spec and spec.loader
-    page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(page)
     for file in ROW_FILES:
-        lines = page.row_tables(file).splitlines()
+        lines = ledger_tables.row_tables(file).splitlines()
         for kind in ledgers.document(file)["evidence"]:
             count = sum(row.evidence.partition(":")[0] == kind for row in read_rows(file))
             assert any(line.startswith(f"| **{kind}** | {count} |") for line in lines)
-    cells = [line.split(" | ") for line in page.row_tables(GUIDE).splitlines() if line.count(" | ") == 3]
+    cells = [line.split(" | ") for line in ledger_tables.row_tables(GUIDE).splitlines() if line.count(" | ") == 3]
     shown = {item.removeprefix("| "): (today, evidence) for item, today, evidence, _ in cells}
     assert shown["header exclusive node"] == ("**modern**", "real (needs slurmctld)")
     assert shown["variable `CONDA_SH`"][1] == "fake of conda" and shown["cache `HF_HOME`"][1] == "argv"

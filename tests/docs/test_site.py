@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import ast
 import html as markup
-import importlib.util
 import json
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from doc_pages import REPOSITORY, prose
+
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+from documentation import pages, tables
 
 from grpo_recipes.recipe.converters import ALIASES, names
 from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, nested_catalogue
@@ -26,11 +27,7 @@ from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, nested_catalogue
 NETWORK_OFF = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
 NAV = (REPOSITORY / "mkdocs.yml").read_text().split("nav:")[1].split("\n\n")[0]
 IN_NAV = tuple(re.findall(r"([a-z0-9-]+)\.md", NAV))
-SOURCES = {  # page of the site -> its file, from docs/
-    "maxent-protocol": "../evidence/protocol",
-    "maxent-evidence": "../evidence/README",
-    "changelog": "../CHANGELOG",
-}
+SOURCES = {page.removesuffix(".md"): f"../{file.removesuffix('.md')}" for page, file in pages.OUTSIDE.items()}
 OUT_OF_NAV = {"guide-coverage", "atropos-coverage"}
 PAGES = (*IN_NAV, *sorted(OUT_OF_NAV))
 CHROMIUM = next(
@@ -66,6 +63,7 @@ Seen = tuple[dict[tuple[str, int], dict[str, Any]], list[str]]
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
+    pages.write_pages()
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=REPOSITORY,
@@ -124,7 +122,7 @@ def test_tables_of_keys_are_made_from_the_code(site: Path) -> None:
 
 def test_every_key_stands_once_under_a_topic_with_type_default_and_meaning(site: Path) -> None:
     text = html(site, "configuration")
-    topics = load_hooks().topics()
+    topics = tables.topics()
     assert sorted(name for names in topics.values() for name in names) == sorted(catalogue())
     assert all(topics.values()) and len(topics["Everything else"]) < 0.15 * len(catalogue())
     for title, keys in topics.items():
@@ -149,21 +147,18 @@ def test_no_marker_of_a_table_is_left(site: Path, page: str) -> None:
     assert "&lt;!-- " not in html(site, page) and not re.search(r"<!-- [a-zA-Z]+[^>]* -->", html(site, page))
 
 
-def load_hooks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_hooks", REPOSITORY / "docs/hooks.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_reference_has_every_module_it_names(site: Path) -> None:
     text = html(site, "reference")
     for name in re.findall(r"^::: (\S+)", (REPOSITORY / "docs/reference.md").read_text(), re.MULTILINE):
         first_line = docstring(name).splitlines()[0]
         plain_words = max(re.split(r"[`<>&\"']+", first_line), key=len).strip()
         assert len(plain_words) > 10 and plain_words in text, name
-    for name in ("weights.guard.differing", "plan.plan.make_plan", "trainers.grpo.GRPOTrainer", "recipe.read_recipe"):
+    for name in (
+        "weights.guard.find_differences",
+        "plan.plan.make_plan",
+        "trainers.grpo.GRPOTrainer",
+        "recipe.read_recipe",
+    ):
         assert f'id="grpo_recipes.{name}"' in text
 
 
@@ -321,6 +316,8 @@ def test_the_site_has_each_page_as_markdown_with_its_tables(site: Path) -> None:
     listed = re.findall(r"^- \[.+\]\((.+)\.md\)$", (site / "llms.txt").read_text(), re.MULTILINE)
     assert listed == ["index", *IN_NAV[1:]]
     assert all((site / f"{page}.md").read_text().startswith("# ") for page in PAGES)
+    built = {path.stem: path.read_text() for path in pages.PAGES.glob("*.md")}
+    assert sorted(built) == sorted(PAGES) and all((site / f"{page}.md").read_text() in built[page] for page in PAGES)
     assert '<div id="learning_rate">' in (site / "configuration.md").read_text()
     assert "usage: grpo launch" in (site / "cli.md").read_text()
 

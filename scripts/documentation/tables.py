@@ -67,13 +67,6 @@ TOPICS = {
     "main_process_port ddp_* torch_* cast_lm_head_to_fp32 use_liger_kernel liger_*",
     "Everything else": "*",
 }
-# Weight of a page in the search, if it is not 1: guides that answer questions come before long special pages.
-SEARCH_BOOST = {
-    "troubleshooting.md": 2.3, "slurm.md": 2.5, "installation.md": 1.2, "evaluation.md": 1.5, "performance.md": 1.5,
-    "weights.md": 1.5, "reports.md": 2, "rewards.md": 1.5, "datasets.md": 1.5,
-    "configuration.md": 0.5, "reference.md": 0.5, "environments.md": 0.7, "atropos.md": 0.4, "migrate.md": 0.5,
-    "changelog.md": 0.2, "maxent-evidence.md": 0.2, "maxent-protocol.md": 0.2,
-}  # fmt: skip
 _MARKER = re.compile(
     r"^<!-- (?P<table>all keys|nested keys|refused keys|other names|recipes|maxent|atropos|doctor|profile|weight|"
     r"command)( (?P<owner>\w+))? -->$",
@@ -82,10 +75,8 @@ _MARKER = re.compile(
 _WRITTEN = re.compile(r"^<!-- (made by \S+\.py: .+|end) -->\n", re.MULTILINE)
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Replace the markers with tables, and set the page's weight in the search; mkdocs calls this for every page."""
-    if boost := SEARCH_BOOST.get(page.file.src_uri):
-        page.meta.setdefault("search", {})["boost"] = boost
+def fill(markdown: str) -> str:
+    """Return a page with tables instead of their markers."""
 
     def table(match: re.Match[str]) -> str:
         tables = {

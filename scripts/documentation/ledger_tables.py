@@ -24,8 +24,8 @@ _NAMES = {"key": "`{}`", "flag": "`--{}`", "option": "`--{}`", "variable": "`{}`
 _CODE = re.compile(r"[_/=%*]|[a-z]\.[a-z]|^[A-Z]{5,}$")
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the markers with tables; mkdocs calls this for every page."""
+def fill(markdown: str) -> str:
+    """Return a page with tables instead of their markers."""
     markdown = _MARKER.sub(lambda match: row_tables(home() / match["file"]), markdown)
     return markdown.replace(_FAULTS, fault_table()) if _FAULTS in markdown else markdown
 

@@ -1,0 +1,1 @@
+"""The documentation: its pages as plain Markdown, with tables made from the code."""
