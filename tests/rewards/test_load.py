@@ -471,7 +471,7 @@ def test_the_reward_of_the_page_works_and_the_page_tells_the_defaults(load: Any,
     page = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
     code = page.split("```python\n# my_reward.py\n")[1].split("```")[0]
     (project / "my_reward.py").write_text(code)
-    (reward,) = load("my_reward.py:ends_with_answer")
+    (reward,) = load("my_reward.py:last_number")
     completions = [[{"role": "assistant", "content": text}] for text in ("it is 12", "12 or 13", "no")]
     assert reward(completions=completions, answer=["12"] * 3, prompts=["?"] * 3) == [1.0, 0.2, 0.0]
     told = dict(re.findall(r"^\| `(reward_\w+)` \| ([0-9.]+) \|", page, re.MULTILINE))
