@@ -9,7 +9,7 @@ from pathlib import Path
 
 from markupsafe import Markup, escape
 
-from grpo_recipes.console.report.chart import Axis, axis
+from grpo_recipes.console.report.chart import Axis, make_axis
 from grpo_recipes.console.report.page import short
 
 # The letters, lines and colours of report.html.
@@ -122,12 +122,12 @@ def _legend(lines: Sequence[Line], width: float) -> tuple[list[Markup], int]:
 def _axis(panel: Panel) -> Axis:
     xs = [x for line in panel.lines for x in line.xs]
     low, high = min(xs), max(xs)
-    return Axis(low, high, tuple(_powers(low, high))) if panel.logarithmic else axis(low, high)
+    return Axis(low, high, tuple(_powers(low, high))) if panel.logarithmic else make_axis(low, high)
 
 
 def _levels(panel: Panel) -> tuple[float, ...]:
     highest = max(y for line in panel.lines for y in line.ys)
-    return axis(0.0, highest if highest < _LOW else 1.0).ticks
+    return make_axis(0.0, highest if highest < _LOW else 1.0).ticks
 
 
 def _across(panel: Panel, x: float, low: float, high: float) -> float:

@@ -9,7 +9,7 @@ from figure import STYLE, element
 from markupsafe import Markup
 from speed_page import PAGE, PARTS, arms_of, goal_of, page
 
-from grpo_recipes.console.report.chart import axis
+from grpo_recipes.console.report.chart import make_axis
 from grpo_recipes.console.report.page import short
 from grpo_recipes.paths import home
 
@@ -61,7 +61,7 @@ def _rows(name: str, findings: dict[str, Any]) -> Iterator[tuple[str, Found | No
 
 def _ratios(rows: list[tuple[str, Found | None, float | None]]) -> Markup:
     highest = max(figures["ratio"]["high"] for _, figures, _ in rows if figures)
-    across, width, bottom = axis(0.0, max(1.1, highest)), WIDTH - 2 * SIDE, ROW * len(rows)
+    across, width, bottom = make_axis(0.0, max(1.1, highest)), WIDTH - 2 * SIDE, ROW * len(rows)
     drawn = [
         element("path", class_="grid", d="".join(f"M{_at(width * across.share(t))} 0v{bottom}" for t in across.ticks)),
         element("path", class_="one", d=f"M{_at(width * across.share(1.0))} 0v{bottom}"),
@@ -88,7 +88,7 @@ def _ratios(rows: list[tuple[str, Found | None, float | None]]) -> Markup:
 def _growth(growth: dict[str, Any], top: int) -> Markup:
     """Draw ours over bare TRL as one thing grows, a frame for each thing."""
     highest = max(case["ours"]["ratio"]["high"] for cases in growth.values() for case in cases.values())
-    up, width = axis(0.0, max(1.1, highest)), (WIDTH - GROWTH_LEFT - SIDE + GROWTH_GAP) / len(growth) - GROWTH_GAP
+    up, width = make_axis(0.0, max(1.1, highest)), (WIDTH - GROWTH_LEFT - SIDE + GROWTH_GAP) / len(growth) - GROWTH_GAP
     frames = []
     for index, (parameter, cases) in enumerate(growth.items()):
         xs = [width * (0.5 + number) / len(cases) for number in range(len(cases))]

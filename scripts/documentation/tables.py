@@ -202,7 +202,7 @@ def doctor_table(subject: str) -> str:
     """Return a row for each check of `grpo doctor` on a ``machine``, a ``recipe`` or a ``run``."""
     checks = {"machine": (*doctor.MACHINE, *doctor.DEEP), "recipe": doctor.RECIPE, "run": doctor.RUN}[subject]
     first_lines = [(inspect.getdoc(check) or "").splitlines()[0] for check in checks]
-    names = map(examine.check_name, checks)
+    names = map(examine.get_check_name, checks)
     return _table(("check", "looks at"), [(name, _text(line)) for name, line in zip(names, first_lines, strict=True)])
 
 

@@ -132,7 +132,7 @@ def test_ctrl_c_in_a_reply_cuts_it_off_and_at_the_prompt_ends(talk, server: Fake
 
 
 def subject(which: str) -> tuple[Any, str]:
-    return module._subject(which, needs_model=True)
+    return module._find_recipe_and_model(which, needs_model=True)
 
 
 def test_a_run_is_served_from_its_model_with_room_for_a_conversation(run: Path) -> None:

@@ -22,7 +22,7 @@ import pytest
 
 from grpo_recipes import cli
 from grpo_recipes.cli import jobs
-from grpo_recipes.console.watch import Picture, curve
+from grpo_recipes.console.watch import Picture, draw_curve
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.runs.rundir import Run, lock_run, move_rows_after, new_run, stop_file, write_json
 from grpo_recipes.slurm import client
@@ -69,12 +69,12 @@ def run_command_while(live: Callable[[], None], capsys: pytest.CaptureFixture[st
 
 
 def test_a_curve_is_as_high_as_its_values_and_as_wide_as_it_may_be():
-    rows = curve([0.0, 0.0, 1.0, 1.0], 1, 4, 80, height=3)
+    rows = draw_curve([0.0, 0.0, 1.0, 1.0], 1, 4, 80, height=3)
     assert [row[:10] for row in rows] == ["  1.000 | ", "        | ", "  0.000 |\u2581", "   step  1"]
     assert rows[0].endswith("|  \u2588\u2588") and rows[3].endswith(" 1  4")
-    assert max(map(len, curve([float(step) for step in range(1000)], 1, 1000, 40))) <= 40
-    assert curve([], 0, 0, 80) == []
-    assert curve([0.5], 7, 7, 80, height=1)[0].endswith("\u2581")
+    assert max(map(len, draw_curve([float(step) for step in range(1000)], 1, 1000, 40))) <= 40
+    assert draw_curve([], 0, 0, 80) == []
+    assert draw_curve([0.5], 7, 7, 80, height=1)[0].endswith("\u2581")
 
 
 @pytest.mark.parametrize("width", [80, 40])
@@ -84,14 +84,14 @@ def test_the_picture_has_state_curve_phases_and_what_is_not_trivial(folder, widt
         file.write(json.dumps({"step": 31, "max_steps": 60, "reward": 0.5, "completions/clipped_ratio": 0.6}) + "\n")
     evaluated = {"step": 20, "eval_reward": 0.25, "prompts": 8, "seconds": 3}
     (run.folder / "eval.jsonl").write_text(json.dumps(evaluated) + "\n")
-    lines = Picture(run.folder).lines(width, "running", False)
+    lines = Picture(run.folder).draw_lines(width, "running", False)
     text = "\n".join(lines)
     assert max(map(len, lines)) <= width
     assert lines[0].startswith("runs/one-stamp  running") and re.match(r"sampling for 1[23] s$", lines[1])
     assert lines[2].startswith("step 31/60  left 0:00:58  reward 0.480"[:width])
     assert re.search(r"sample +75% +1\.4[23] s  \u2588+\n", text) and re.search(r"update +25%", text)
     assert "eval at step 20  reward 0.250" in text and "cut off 60%" in text
-    over = Picture(run.folder).lines(width, "completed", True)
+    over = Picture(run.folder).draw_lines(width, "completed", True)
     assert "left" not in over[1] and "sampling" not in over[1]
 
 
@@ -108,7 +108,7 @@ def test_the_episodes_of_an_environment_are_in_status_and_picture(folder, capsys
     with (run.folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
     assert "episodes turns 3.25  won 0.4  legal 1\n" in run_command(capsys, "status", "last")
-    assert "  won 40%" in Picture(run.folder).lines(80, "running", False)[2]
+    assert "  won 40%" in Picture(run.folder).draw_lines(80, "running", False)[2]
 
 
 def watched(folder: Path, columns: int, run: Run, lock: int, end: int = 0) -> str:
@@ -267,11 +267,11 @@ def test_following_an_array_sweep_ends_though_slurm_does_not_answer(folder, swee
 def test_the_picture_follows_rows_that_a_resume_moved_aside(folder):
     run = make_run(folder / "runs/one-stamp", steps=40)
     picture = Picture(run.folder)
-    assert "step 40/60" in "\n".join(picture.lines(80, "running", False))
+    assert "step 40/60" in "\n".join(picture.draw_lines(80, "running", False))
     move_rows_after(run.folder, 20)
-    picture.lines(80, "running", False)
+    picture.draw_lines(80, "running", False)
     add_rows(run, 21, 25)
-    lines = picture.lines(80, "running", False)
+    lines = picture.draw_lines(80, "running", False)
     assert "step 25/60" in "\n".join(lines)
     assert any(re.fullmatch(r" +step  1 +25", line) for line in lines), "25 rows are drawn, each once"
 

@@ -12,7 +12,7 @@ from doc_pages import PAGES, REPOSITORY, blocks, code_words, prose, table_rows
 
 from grpo_recipes import cli, errors
 from grpo_recipes.console.doctor import MACHINE, RECIPE, RUN
-from grpo_recipes.console.doctor.examine import check_name
+from grpo_recipes.console.doctor.examine import get_check_name
 from grpo_recipes.console.report import run_charts
 from grpo_recipes.extensions.atropos.packing import predict_deadlock
 from grpo_recipes.extensions.problems.modebench import baselines
@@ -294,7 +294,7 @@ def test_what_the_page_says_is_refused_is_refused(capsys: pytest.CaptureFixture[
 
 
 def test_checks_of_the_doctor_that_are_named_exist() -> None:
-    known = {check_name(check) for check in (*MACHINE, *RECIPE, *RUN)}
+    known = {get_check_name(check) for check in (*MACHINE, *RECIPE, *RUN)}
     rows = table_rows(DOCS / "troubleshooting.md", "what is seen")
     assert len(rows) >= 5
     assert {name for row in rows for name in row[2].split(", ")} <= known

@@ -217,7 +217,10 @@ def test_a_trial_that_fails_is_named_and_run_again_alone(launch: Callable[..., L
     broken.unlink()
     resumed = launch(command=documented("grpo sweep --resume last"))
     assert resumed.wait() == 0, resumed.output
-    assert "trial 2 of 2: learning_rate=3e-4,seed=1 completed" in resumed.output and only_sweep(tmp_path).gaps() == []
+    assert (
+        "trial 2 of 2: learning_rate=3e-4,seed=1 completed" in resumed.output
+        and only_sweep(tmp_path).find_unfinished_trials() == []
+    )
     assert read_metrics(sweep.trial_dir(1)) == rows  # not run again
     assert "4 of 4 completed" in (sweep.folder / "sweep.html").read_text()
     resumed.wait_for_nothing_left()

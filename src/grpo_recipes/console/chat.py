@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from grpo_recipes.cli import command, option
 from grpo_recipes.cli.follow import find_run
-from grpo_recipes.console.generate import BACKEND, connect, sampling_of
+from grpo_recipes.console.generate import BACKEND, connect_to_server, make_sampling_parameters
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.serve import ServerFailed, serving
@@ -51,19 +51,20 @@ _HELP = "/reset starts a new conversation, /system TEXT starts one with this sys
     option("--seed", type=int, metavar="N", help="Seed of the replies (default: random)"),
 )
 def chat(options: argparse.Namespace) -> int:
-    """Hold a conversation on the terminal; return 0 at the end of stdin, 1 if a reply failed, or 130 after Ctrl-C.
+    """Start or connect to a server, and answer lines from stdin until its end.
 
-    A server that the command starts is stopped at its end.
+    Return 0, 1 if the server did not start or a reply failed, or 130 after Ctrl-C. A server that the command starts is
+    stopped at the end. Raise ConfigError for wrong options, or if an external server does not answer.
     """
-    _check(options)
+    _check_options(options)
     url = options.base_url or (options.which if "://" in options.which else None)
-    recipe, model = _subject(options.which, needs_model=url is None)
+    recipe, model = _find_recipe_and_model(options.which, needs_model=url is None)
     from grpo_recipes.rollouts.openai import CompletionClient
 
-    signal.signal(signal.SIGTERM, leave)  # so that the block below stops the server
+    signal.signal(signal.SIGTERM, exit_on_sigterm)  # so that the block below stops the server
     with ExitStack() as stack:
         if url is None:
-            _say(f"starting a server for {display_path(model) if os.path.isdir(model) else model}")
+            _print_line(f"starting a server for {display_path(model) if os.path.isdir(model) else model}")
             try:
                 server = stack.enter_context(serving(recipe, model, os.environ))
             except ServerFailed as error:
@@ -73,21 +74,21 @@ def chat(options: argparse.Namespace) -> int:
                 return EXIT_INTERRUPTED
             client = CompletionClient(server.url, model=server.name, token=server.token, owner=server.owner)
         else:
-            client = connect(url, options.backend, options.model, _WAIT)
-        _say(f"{client.model if url else display_path(model)} is ready; {_HELP}")
+            client = connect_to_server(url, options.backend, options.model, _WAIT)
+        _print_line(f"{client.model if url else display_path(model)} is ready; {_HELP}")
         system = recipe["system_prompt"] if options.system is None else options.system
         max_tokens = options.max_tokens or recipe["max_completion_length"] or 1024
-        sampling = sampling_of(recipe, options.temperature, max_tokens, options.seed)
+        sampling = make_sampling_parameters(recipe, options.temperature, max_tokens, options.seed)
         return _Conversation(client, sampling, recipe["chat_template_kwargs"] or {}, system).run()
 
 
-def leave(*_: int | FrameType | None) -> NoReturn:
-    """Exit with code 143, as a handler of SIGTERM; the enclosing blocks then stop the processes that they started."""
+def exit_on_sigterm(*_: int | FrameType | None) -> NoReturn:
+    """Raise SystemExit with code 143: a SIGTERM handler, so that ``with`` blocks stop the processes they started."""
     raise SystemExit(128 + signal.SIGTERM)
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Raise ConfigError that lists options with wrong numbers, or that need another option."""
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise ConfigError if an option has a number that is too small, or if --model is set without a server's URL."""
     problems = []
     if options.temperature is not None and not options.temperature >= 0:
         problems.append(Problem("--temperature", f"expected 0 or more, got {options.temperature:g}", "use 0 or more"))
@@ -101,32 +102,33 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(*problems)
 
 
-def _subject(name: str, needs_model: bool) -> tuple[Recipe, str]:
-    """Return the recipe with system prompt and sampling, and the model to serve: a folder or a hub id.
+def _find_recipe_and_model(name: str, needs_model: bool) -> tuple[Recipe, str]:
+    """Find the recipe with system prompt and sampling, and the model to serve, for the argument RUN|MODEL|URL.
 
-    For a server's URL, the recipe has only defaults and the model is "".
+    The model is a folder or a hub id, or "" for a server's URL. For a URL or a model, the recipe has only defaults.
+    Raise ConfigError if ``name`` is neither, or if a run has no model yet and ``needs_model`` is set.
     """
     if "://" in name:
-        return _defaults(name), ""
+        return _make_default_recipe(name), ""
     fix = "use a run directory, last, a folder with a model's config.json, a hub id, or the URL of a server"
-    run, model = run_or_model(name, needs_model, fix)
+    run, model = find_run_or_model(name, needs_model, fix)
     folder = Path(model) if os.path.isdir(model) else None
     if run is None:
-        return _with_length(_defaults(name), folder), model
+        return _set_conversation_length(_make_default_recipe(name), folder), model
     recipe = read_frozen(run.folder / "recipe.yaml").with_value("model_revision", Value("main", "grpo chat"))
-    return _with_length(recipe, folder), model
+    return _set_conversation_length(recipe, folder), model
 
 
-def run_or_model(name: str, needs_model: bool, fix: str) -> tuple[Run | None, str]:
-    """Return the run with this name, or None, and its model: a folder or a hub id.
+def find_run_or_model(name: str, needs_model: bool, fix: str) -> tuple[Run | None, str]:
+    """Find the run or the model that ``name`` refers to; return the run, or None, and the model's folder or hub id.
 
-    Without a run, ``name`` is itself a model. A missing built-in model is created. With ``needs_model``, a run without
-    ``model/`` raises ConfigError. ``fix`` is the fix if ``name`` is neither a run nor a model, which also raises
-    ConfigError.
+    ``name`` is a run directory, a run's name, "last", a model's folder, a hub id, or a smoke model such as
+    ``smoke:sums``, which is created if it does not exist. Raise ConfigError with the advice ``fix`` if ``name`` is none
+    of these. With ``needs_model``, also raise ConfigError for a run that has not written ``model/`` yet.
     """
     path = Path(name)
     if name.startswith(SMOKE_SCHEME):
-        return None, smoke_model(name)
+        return None, ensure_smoke_model(name)
     if (path / "config.json").is_file():
         return None, str(path.absolute())
     is_run = name == "last" or any((folder / "run.json").is_file() for folder in (path, run_root(os.environ) / name))
@@ -143,24 +145,25 @@ def run_or_model(name: str, needs_model: bool, fix: str) -> tuple[Run | None, st
     return run, str(run.folder / "model")
 
 
-def smoke_model(name: str) -> str:
-    """Return the folder of the built-in model ``name``; create the model first if it does not exist."""
+def ensure_smoke_model(name: str) -> str:
+    """Return the folder of the smoke model ``name``; run a program that creates the model if it does not exist."""
     folder, program = smoke_command(name, os.environ)
     if not (folder / "COMPLETE").exists():
-        _say(f"creating the smoke model in {display_path(folder)} (once, about a minute)")
+        _print_line(f"creating the smoke model in {display_path(folder)} (once, about a minute)")
         subprocess.run(program, check=True)
     return str(folder / "model")
 
 
-def _defaults(name: str) -> Recipe:
-    """Return a recipe with the default of every key; ``name`` becomes its path."""
+def _make_default_recipe(name: str) -> Recipe:
+    """Create a recipe in which every key has its default; ``name`` becomes its path, for messages."""
     return Recipe(Path(name), {key: Value(entry["default"], DEFAULT_SOURCE) for key, entry in catalogue().items()})
 
 
-def _with_length(recipe: Recipe, folder: Path | None) -> Recipe:
-    """Return the recipe with vllm_max_model_length for long conversations: at most 8192 and the model's own limit.
+def _set_conversation_length(recipe: Recipe, folder: Path | None) -> Recipe:
+    """Return a copy of the recipe with vllm_max_model_length set for a long conversation, in tokens.
 
-    Training only needs a prompt and a completion. ``folder`` is the model's, or None for a hub id, which gets 4096.
+    It is 8192, or the limit in the model's config.json if that is lower. If ``folder``, the model's folder, is None or
+    has no config.json, it is 4096.
     """
     max_length = _UNKNOWN_LENGTH
     if folder is not None and (folder / "config.json").is_file():
@@ -196,7 +199,7 @@ class _Conversation:
             if line.startswith("/"):
                 self._run_command(*line.split(maxsplit=1))
             elif line:
-                self._answer(line)
+                self._print_reply(line)
 
     def _read_line(self) -> str:
         """Read the user's next line from stdin, without white space at its ends; print it if stdin is not a terminal.
@@ -211,29 +214,29 @@ class _Conversation:
         return line
 
     def _run_command(self, name: str, text: str = "") -> None:
-        """Run a line that starts with a slash, and print the result; an unknown one prints the help.
+        """Run a command of the user: /reset, /system or /system TEXT; print its result, or the help for another name.
 
-        /reset and /system TEXT start a new conversation.
+        /reset and /system TEXT clear the history, and /system without a text prints the system prompt.
         """
         if name == "/system" and text:
             self.system = text
         elif name == "/system":
-            return _say(f"system prompt: {self.system}" if self.system else "no system prompt")
+            return _print_line(f"system prompt: {self.system}" if self.system else "no system prompt")
         elif name != "/reset":
-            return _say(_HELP)
+            return _print_line(_HELP)
         self.messages.clear()
-        return _say("new conversation")
+        return _print_line("new conversation")
 
-    def _answer(self, line: str) -> None:
-        """Print the reply to a line piece by piece, and add both to the history.
+    def _print_reply(self, line: str) -> None:
+        """Send a line with the history, print the reply while it arrives, and add both to the history.
 
-        If the reply fails or is interrupted, a message is printed and the line is dropped from the history.
+        If the reply fails or Ctrl-C interrupts it, print a message and leave the history unchanged.
         """
         from grpo_recipes.rollouts.openai import NoCompletion
 
         messages = [*self.messages, {"role": "user", "content": line}]
         reply = ""
-        pieces = self._pieces(messages)
+        pieces = self._stream_reply(messages)
         try:
             for piece in pieces:
                 reply += piece
@@ -242,16 +245,19 @@ class _Conversation:
         except NoCompletion as error:
             self.failed += 1
             print()
-            return _say(f"no reply: {error}")
+            return _print_line(f"no reply: {error}")
         except KeyboardInterrupt:
             pieces.close()  # the server stops too
             print()
-            return _say("reply interrupted and dropped")
+            return _print_line("reply interrupted and dropped")
         self.messages = [*messages, {"role": "assistant", "content": reply}]
         return None
 
-    def _pieces(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
-        """Request a reply, and return its pieces as the server streams them; each reply has another seed."""
+    def _stream_reply(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
+        """Request a reply to ``messages`` after the system prompt; return a generator of its text while it arrives.
+
+        Each reply gets another seed, derived from the seed of the options if there is one.
+        """
         from grpo_recipes.rollouts.turns import derive_seed
 
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -261,6 +267,6 @@ class _Conversation:
         return self.client.stream([*system, *messages], sampling, self.template_kwargs)
 
 
-def _say(text: str) -> None:
-    """Print a line in order with the replies; ``reports.say`` would print from another thread."""
+def _print_line(text: str) -> None:
+    """Print ``grpo: TEXT`` at once, in order with the replies; ``reports.say`` would print from another thread."""
     print(f"grpo: {text}", flush=True)

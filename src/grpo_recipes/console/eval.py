@@ -22,21 +22,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.cli import command, option, recipe_name
-from grpo_recipes.console.chat import leave, run_or_model, smoke_model
+from grpo_recipes.console.chat import ensure_smoke_model, exit_on_sigterm, find_run_or_model
 from grpo_recipes.console.generate import (
     BACKEND,
     REQUESTS,
     Progress,
-    arguments_of,
-    connect,
-    need_dataset,
-    number_problems,
+    collect_generation_settings,
+    connect_to_server,
+    find_number_problems,
+    load_tokenizer,
+    make_sampling_parameters,
+    make_trainer_arguments,
+    read_request_limits,
     render_prompts,
     report_failures,
-    request_limits,
-    sampling_of,
-    settings_of,
-    tokenizer_of,
+    require_dataset,
 )
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate
 from grpo_recipes.fetch.assets import find_assets, find_fetched_datasets, fingerprint
@@ -108,13 +108,16 @@ _CHUNK = 256  # completions scored at a time
     usage="[RECIPE|RUN|CHECKPOINT|MODEL] [options] [--KEY VALUE ...]",
 )
 def eval(options: argparse.Namespace) -> int:
-    """Evaluate a model and write its results; return 0, 1 if completions are missing, or 130 after Ctrl-C."""
-    _check(options)
+    """Sample and score completions of a model, and write the results to the output folder.
+
+    Return 0, 1 if completions are missing, or 130 after Ctrl-C. Raise ConfigError for wrong options or settings.
+    """
+    _check_options(options)
     names = {f"--{key}": f"--{name}" for name, key in _KEYS.items() if getattr(options, name) is not None}
     names["--eval_strategy"] = "--dataset"
 
     def with_options(error: ConfigError) -> ConfigError:
-        """Return the error with options of this command instead of the recipe flags that they set."""
+        """Return the error with options such as --dataset instead of the recipe flags that they set."""
         return ConfigError(
             *(replace(problem, where=names.get(problem.where, problem.where)) for problem in error.problems)
         )
@@ -124,10 +127,13 @@ def eval(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    """Sample, score and print an evaluation, and return the exit code; see ``eval``."""
-    subject = _subject(options)
+    """Sample and score the completions, and write and print the results; return the exit code of ``eval``.
+
+    Raise ConfigError before sampling if the model, dataset, rewards or sampling options do not work together.
+    """
+    subject = _find_subject(options)
     recipe = subject.recipe
-    need_dataset(recipe)
+    require_dataset(recipe)
     os.environ.update(hub_environment(os.environ))
     n = options.num_generations or (1 if options.temperature == 0 else recipe["num_generations_eval"])
     n = n or recipe["num_generations"]
@@ -135,57 +141,57 @@ def _evaluate(options: argparse.Namespace) -> int:
         message = f"pass@{max(options.k)} needs {max(options.k)} completions per prompt, got {n}"
         raise config_error("--k", message, f"use --num-generations {max(options.k)}, or a k of at most {n}")
     rows, prompts, tokenizer = _load_prompts(subject)
-    sampling = _sampling(recipe, options.temperature)
+    sampling = _make_eval_sampling(recipe, options.temperature)
     if sampling.temperature == 0 and n > 1:
         message = f"{n} greedy completions of a prompt are equal"
         raise config_error("--num-generations", message, "use 1, or a temperature above 0")
     data_keys = (*_DATA_KEYS, *keys_of_data("eval_keys"))
-    settings = settings_of(recipe, data_keys, subject.model, options.backend, n, sampling, prompts[0])
+    settings = collect_generation_settings(recipe, data_keys, subject.model, options.backend, n, sampling, prompts[0])
     if os.path.isdir(subject.weights) and not subject.is_built_in:
         settings["model_files"] = fingerprint(Path(subject.weights))
     from grpo_recipes.rollouts.generate import open_completions
 
-    signal.signal(signal.SIGTERM, leave)  # so that the blocks below stop their processes
+    signal.signal(signal.SIGTERM, exit_on_sigterm)  # so that the blocks below stop their processes
     out: Path = options.out or Path("evals") / subject.name
     with ExitStack() as stack:
-        rewards, code = stack.enter_context(_rewards(subject, rows))
+        rewards, code = stack.enter_context(_load_rewards(subject, rows))
         try:
             file = stack.enter_context(open_completions(out / "completions.jsonl", rows, settings))
-            if not _sample(subject, options, file, prompts, n, sampling):
+            if not _sample_completions(subject, options, file, prompts, n, sampling):
                 return 1
-            scored = _score(file, rows, {**settings, **code}, rewards, tokenizer)
+            scored = _score_completions(file, rows, {**settings, **code}, rewards, tokenizer)
         except KeyboardInterrupt:
             say(f"interrupted; {display_path(out)} has the results so far. Continue with the same command")
             return EXIT_INTERRUPTED
     result = {
         "model": subject.model, "recipe": display_path(recipe.path), "prompts": len(rows), "samples": n,
-        **_summary(recipe, [reward.__name__ for reward in rewards], scored, n, options.k),
+        **_summarize_scores(recipe, [reward.__name__ for reward in rewards], scored, n, options.k),
         "seed": sampling.seed, "settings": {**settings, **code},
     }  # fmt: skip
-    _present(result, scored, out)
+    _write_results(result, scored, out)
     return 0
 
 
-def _max_tokens(recipe: Recipe) -> int:
-    """Return the limit of a completion in tokens: eval_max_completion_length, else max_completion_length."""
+def _get_max_tokens(recipe: Recipe) -> int:
+    """Return the maximum tokens of a completion: eval_max_completion_length, or if unset max_completion_length."""
     return int(recipe["eval_max_completion_length"] or recipe["max_completion_length"])
 
 
-def _sampling(recipe: Recipe, temperature: float | None) -> "SamplingParameters":
-    """Return the sampling parameters of a recipe's evaluations.
+def _make_eval_sampling(recipe: Recipe, temperature: float | None) -> "SamplingParameters":
+    """Return the sampling parameters of an evaluation, from the recipe's ``eval_*`` keys.
 
-    ``temperature`` replaces the recipe's unless it is None.
+    ``temperature`` None means the recipe's eval_temperature.
     """
     seed = recipe["seed"] if recipe["eval_sampling_seed"] is None else recipe["eval_sampling_seed"]
     if temperature is None:
         temperature = recipe["eval_temperature"]
-    sampling = sampling_of(recipe, temperature, _max_tokens(recipe), seed)
+    sampling = make_sampling_parameters(recipe, temperature, _get_max_tokens(recipe), seed)
     return sampling if recipe["eval_top_p"] is None else replace(sampling, top_p=recipe["eval_top_p"])
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Raise ConfigError that lists options with wrong numbers, or that need another option."""
-    problems = number_problems(options)
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise ConfigError if an option has a number that is too small, or does nothing without another option."""
+    problems = find_number_problems(options)
     problems += [Problem("--k", f"expected 1 or more, got {k}", "use 1 or more") for k in options.k or () if k < 1]
     if options.split is not None and options.dataset is None:
         fix = "add --dataset NAME, or use the recipe's key --dataset_test_split"
@@ -228,37 +234,37 @@ class _Subject:
         return self.model.startswith(SMOKE_SCHEME)
 
 
-def _subject(options: argparse.Namespace) -> _Subject:
-    """Return the model to evaluate with its recipe, from the recipe, run, checkpoint or model on the command line.
+def _find_subject(options: argparse.Namespace) -> _Subject:
+    """Find what the first argument refers to: a recipe, run, checkpoint or model; return the model with its recipe.
 
-    Raise ConfigError if the name is none of these, or if options contradict it.
+    Raise ConfigError if the argument is none of these, if its model is incomplete, or if options contradict it.
     """
     name = recipe_name(options)
     if name is None or name.endswith((".yaml", ".yml")) or os.path.isfile(name):
-        recipe = _resolve(name, options)
+        recipe = _resolve_with_options(name, options)
         return _Subject(recipe, None, recipe.path.stem)
     if options.model is not None:
         raise config_error("--model", f"replaces the model of a recipe, but '{name}' is a model or a run", "remove it")
     _reject_flags(options, ("--model_name_or_path", "--model_revision"), f"'{name}' is the model")
     if name.startswith(SMOKE_SCHEME):
-        return _model_subject(name, options)
+        return _make_model_subject(name, options)
     folder = Path(name).absolute()
     if folder.parent.name == "checkpoints" and (folder.parents[1] / "run.json").is_file():
         run, model, subject_name = Run(folder.parents[1]), str(folder), f"{folder.parents[1].name}-{folder.name}"
-        _need_complete(folder)
+        _check_checkpoint(folder)
     else:
         fix = "use a recipe (.yaml), a run directory, last, a checkpoint, a model's folder, or a hub id"
-        named_run, model = run_or_model(name, needs_model=True, fix=fix)
+        named_run, model = find_run_or_model(name, needs_model=True, fix=fix)
         if named_run is None:
-            return _model_subject(model, options)
+            return _make_model_subject(model, options)
         run, subject_name = named_run, named_run.folder.name
-    recipe = _resolve(str(run.folder / "recipe.yaml"), options)
+    recipe = _resolve_with_options(str(run.folder / "recipe.yaml"), options)
     recipe = recipe.with_value("model_name_or_path", Value(model, _ME)).with_value("model_revision", Value("main", _ME))
     return _Subject(recipe, run, subject_name)
 
 
-def _need_complete(checkpoint: Path) -> None:
-    """Raise a ConfigError if a checkpoint is incomplete, or has no model that a server can load."""
+def _check_checkpoint(checkpoint: Path) -> None:
+    """Raise ConfigError if a checkpoint folder is incomplete, or has no model that a server can load."""
     if not is_complete(checkpoint):
         names = [path.name for path in list_complete_checkpoints(checkpoint.parent)]
         fix = f"use {' or '.join(names)}" if names else "use the run, or wait for its first checkpoint"
@@ -268,8 +274,11 @@ def _need_complete(checkpoint: Path) -> None:
         raise config_error(display_path(checkpoint), message, "use the run; its model/ is complete")
 
 
-def _model_subject(model: str, options: argparse.Namespace) -> _Subject:
-    """Return the subject of a model without a recipe; ConfigError unless options set dataset and rewards."""
+def _make_model_subject(model: str, options: argparse.Namespace) -> _Subject:
+    """Return the subject for a model (folder or hub id) without a recipe, with the recipe ``eval.yaml``.
+
+    Raise ConfigError unless the options set --dataset and --reward.
+    """
     for name in ("dataset", "reward"):
         if getattr(options, name) is None:
             message = f"missing: '{model}' is a model without a recipe"
@@ -277,17 +286,21 @@ def _model_subject(model: str, options: argparse.Namespace) -> _Subject:
     _reject_flags(options, ("--dataset_name", "--dataset_train_split"), "--dataset and --split set it")
     flags = [f"--model_name_or_path={model}", f"--dataset_name={options.dataset}"]
     flags += [f"--dataset_train_split={options.split or 'test'}"]
-    return _Subject(_resolve(str(BASE), options, flags), None, model.rpartition("/")[2].replace(":", "-"))
+    return _Subject(_resolve_with_options(str(BASE), options, flags), None, model.rpartition("/")[2].replace(":", "-"))
 
 
 def _reject_flags(options: argparse.Namespace, keys: Sequence[str], reason: str) -> None:
-    """Raise a ConfigError for flags of these keys, which another option decides."""
+    """Raise ConfigError with ``reason`` if the recipe flags on the command line set one of ``keys`` (``--KEY``)."""
     if names := [name for flag in options.flags if (name := flag.partition("=")[0]) in keys]:
         raise config_error(names[0], reason, "remove it")
 
 
-def _resolve(name: str | None, options: argparse.Namespace, extra_flags: Sequence[str] = ()) -> Recipe:
-    """Return the recipe with evaluation enabled; options of this command and ``extra_flags`` set its keys."""
+def _resolve_with_options(name: str | None, options: argparse.Namespace, extra_flags: Sequence[str] = ()) -> Recipe:
+    """Load and check the recipe ``name`` (None for the default) with evaluation enabled.
+
+    The options --dataset, --split, --limit, --model and --reward, the recipe flags and ``extra_flags`` set keys. Raise
+    ConfigError if the recipe is wrong.
+    """
     values = {option: getattr(options, option) for option in _KEYS if getattr(options, option) is not None}
     flags = [*options.flags, *extra_flags, "--eval_strategy=epoch"]
     flags += [f"--{_KEYS[option]}={value}" for option, value in values.items() if option != "reward"]
@@ -299,9 +312,9 @@ def _resolve(name: str | None, options: argparse.Namespace, extra_flags: Sequenc
 
 
 def _load_prompts(subject: _Subject) -> tuple[Rows, list[list[int]], Any]:
-    """Return the rows that an evaluation in a training would use, the token ids of their prompts, and the tokenizer.
+    """Load the evaluation rows like a training does; return the rows, their prompts' token ids, and the tokenizer.
 
-    Raise ConfigError if a prompt with its completion exceeds ``vllm_max_model_length``.
+    Raise ConfigError if a prompt with its completion can exceed ``vllm_max_model_length``.
     """
     from datasets import disable_progress_bars
 
@@ -316,12 +329,12 @@ def _load_prompts(subject: _Subject) -> tuple[Rows, list[list[int]], Any]:
         """Return the folder of a dataset from the run's record or from the downloads; None if it is in neither."""
         return next((path for lookup in lookups if (path := lookup(*name))), None)
 
-    tokenizer, kwargs = tokenizer_of(recipe, subject.weights), recipe["chat_template_kwargs"]
-    loaded = load_eval_prompts(arguments_of(recipe), tokenizer, recipe["seed"], kwargs, fetched)
+    tokenizer, kwargs = load_tokenizer(recipe, subject.weights), recipe["chat_template_kwargs"]
+    loaded = load_eval_prompts(make_trainer_arguments(recipe), tokenizer, recipe["seed"], kwargs, fetched)
     say(str(loaded))
     rows = loaded.dataset.to_list()
     ids = render_prompts(make_renderer(recipe["chat_template"], tokenizer, kwargs), rows)
-    longest, limit = max(map(len, ids)) + _max_tokens(recipe), recipe["vllm_max_model_length"]
+    longest, limit = max(map(len, ids)) + _get_max_tokens(recipe), recipe["vllm_max_model_length"]
     if limit is not None and longest > limit:
         message = f"a prompt and a completion have up to {longest} tokens, but vllm_max_model_length is {limit}"
         raise config_error(
@@ -334,10 +347,12 @@ def _load_prompts(subject: _Subject) -> tuple[Rows, list[list[int]], Any]:
 
 
 @contextmanager
-def _rewards(subject: _Subject, rows: Rows) -> Iterator[tuple[list["Reward"], dict[str, Any]]]:
-    """Load the recipe's rewards like a trainer, for a block; yield them and the settings that decide their scores.
+def _load_rewards(subject: _Subject, rows: Rows) -> Iterator[tuple[list["Reward"], dict[str, Any]]]:
+    """Load the recipe's rewards like a trainer; yield them with the settings that decide their scores.
 
-    For a run, its copies of the reward files are loaded. Raise ConfigError if a reward fails or needs a missing column.
+    For a run, its copies of the user's reward files are loaded. The settings include hashes of these files. The
+    processes of the rewards end after the block. Raise ConfigError if a reward can't be loaded, fails in the block, or
+    needs a column that the rows don't have.
     """
     from grpo_recipes.rewards.load import lent_rewards
     from grpo_recipes.rewards.probe import reward_errors_as_config_errors
@@ -348,7 +363,7 @@ def _rewards(subject: _Subject, rows: Rows) -> Iterator[tuple[list["Reward"], di
         copies = Path(folder) / REWARD_COPIES
         if subject.run and (subject.run.folder / REWARD_COPIES).is_dir():
             shutil.copytree(subject.run.folder / REWARD_COPIES, copies, ignore=shutil.ignore_patterns("limits_*"))
-        with lent_rewards(arguments_of(recipe), Path(folder)) as rewards:
+        with lent_rewards(make_trainer_arguments(recipe), Path(folder)) as rewards:
             if problems := list(missing_argument_problems(recipe, [dict.fromkeys(rows[0], "")], copies, live=None)):
                 raise ConfigError(*problems)
             files = {name: copy_path(name, copies) for name in names if ":" in name}
@@ -358,13 +373,14 @@ def _rewards(subject: _Subject, rows: Rows) -> Iterator[tuple[list["Reward"], di
             yield rewards, {**code, **{key: recipe[key] for key in keys}}
 
 
-def _sample(
+def _sample_completions(
     subject: _Subject, options: argparse.Namespace, file: "CompletionsFile", prompts: list[list[int]], n: int,
     sampling: "SamplingParameters",
 ) -> bool:  # fmt: skip
-    """Sample the missing completions to ``file`` from an external server, or from a new vLLM server.
+    """Sample the missing completions and write them to ``file``; return whether the file is complete.
 
-    Return whether the file is complete; otherwise the reasons are printed.
+    Use the server at --base-url, or start a vLLM server and stop it at the end. If no row is done, the results of an
+    earlier evaluation in the folder are removed first. The reasons for missing completions are printed.
     """
     from grpo_recipes.rollouts.generate import generate
     from grpo_recipes.rollouts.openai import CompletionClient
@@ -374,16 +390,16 @@ def _sample(
         remove_files(*(file.path.with_name(name) for name in ("scores.jsonl", "eval.json", "eval.html")))
     if done == len(prompts):
         return True
-    recipe, limits = subject.recipe, request_limits(options)
+    recipe, limits = subject.recipe, read_request_limits(options)
     with ExitStack() as stack:
         if options.base_url is not None:
             model = options.served_model_name or subject.weights
-            client = connect(options.base_url, options.backend, model, options.wait, **limits)
+            client = connect_to_server(options.base_url, options.backend, model, options.wait, **limits)
         else:
-            weights = smoke_model(subject.model) if subject.is_built_in else subject.weights
+            weights = ensure_smoke_model(subject.model) if subject.is_built_in else subject.weights
             say(f"starting a server for {display_path(weights) if os.path.isdir(weights) else weights}")
             if longest_sequence(recipe) is None:
-                longest = max(map(len, prompts)) + _max_tokens(recipe)
+                longest = max(map(len, prompts)) + _get_max_tokens(recipe)
                 recipe = recipe.with_value("vllm_max_model_length", Value(longest, _ME))
             try:
                 server = stack.enter_context(serving(recipe, weights, os.environ))
@@ -400,12 +416,13 @@ def _sample(
     return outcome.complete
 
 
-def _score(
+def _score_completions(
     completions: "CompletionsFile", rows: Rows, settings: dict[str, Any], rewards: "list[Reward]", tokenizer: Any
 ) -> Rows:
-    """Score the completions and return one row per prompt, with rewards, text and length of each completion.
+    """Score the completions, write them to ``scores.jsonl``, and return its rows, one per prompt.
 
-    Rows in ``scores.jsonl`` are not scored again, unless the settings have changed: then the file starts again.
+    A row has text, length in tokens, rewards and maybe a reason for each completion. Prompts that are already in the
+    file are not scored again. If the settings have changed, the file is removed first.
     """
     from grpo_recipes.evaluate.scores import call_rewards
     from grpo_recipes.rollouts.generate import open_completions
@@ -439,11 +456,14 @@ def _score(
         return file.rows()
 
 
-def _summary(recipe: Recipe, names: list[str], scored: Rows, n: int, ks: Sequence[int] | None) -> dict[str, Any]:
-    """Return the scores of an evaluation by name, for ``eval.json``; intervals are in ``NAME_ci``.
+def _summarize_scores(
+    recipe: Recipe, names: list[str], scored: Rows, n: int, ks: Sequence[int] | None
+) -> dict[str, Any]:
+    """Return the scores of an evaluation by name: pass@k and others, mean rewards, length, truncated and unscored.
 
-    ``n`` is the number of completions per prompt, and ``ks`` the values of k. Each completion in ``scored`` also gets
-    its weighted ``reward`` (None if it is unscored) and whether it is ``right``.
+    ``NAME_ci`` has the 95 % interval of the score NAME. ``n`` is the number of completions per prompt, and ``ks`` has
+    the values of k. Also add to each completion in ``scored`` its weighted ``reward`` (None if it is unscored) and
+    whether it is ``right``.
     """
     import torch
 
@@ -476,13 +496,13 @@ def _summary(recipe: Recipe, names: list[str], scored: Rows, n: int, ks: Sequenc
     }  # fmt: skip
 
 
-def _present(result: dict[str, Any], scored: Rows, out: Path) -> None:
-    """Write ``eval.json`` and ``eval.html``, and print the table of scores and the paths."""
-    from grpo_recipes.console.report.pages import evaluation_page
+def _write_results(result: dict[str, Any], scored: Rows, out: Path) -> None:
+    """Write ``eval.json`` and ``eval.html`` into the folder ``out``, and print a table of the scores and the paths."""
+    from grpo_recipes.console.report.pages import render_evaluation_page
     from grpo_recipes.stats import score_names
 
     write_json(out / "eval.json", result)
-    write_atomically(out / "eval.html", evaluation_page(result, scored))
+    write_atomically(out / "eval.html", render_evaluation_page(result, scored))
     print(f"{'score':<12}{'value':>8}  95 % interval")
     for name in [*score_names(result), "reward", "truncated", "mean_length", "no_verdict"]:
         value, limits = result[name], result.get(f"{name}_ci")

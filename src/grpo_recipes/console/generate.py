@@ -73,11 +73,11 @@ def generate(options: argparse.Namespace) -> int:
     Return 0 if all completions are in the file, 1 if some failed, or 130 after Ctrl-C. The same command continues the
     file.
     """
-    _check(options)
+    _check_options(options)
     if options.split is not None:
         options.flags = [*options.flags, f"--dataset_train_split={options.split}"]
     recipe = chosen_recipe(options)
-    need_dataset(recipe)
+    require_dataset(recipe)
     if options.split is not None and recipe["dataset_mixture"]:
         fix = "leave it out, or use one of the datasets with --dataset_name"
         raise config_error("--split", "each dataset of dataset_mixture has its own split", fix)
@@ -87,20 +87,22 @@ def generate(options: argparse.Namespace) -> int:
 
     host, port = recipe["vllm_server_host"], recipe["vllm_server_port"] or DEFAULT_PORTS["vllm_server_port"]
     url = options.base_url or f"http://{host}:{port}"
-    client = connect(url, options.backend, options.model, options.wait, **request_limits(options))
+    client = connect_to_server(url, options.backend, options.model, options.wait, **read_request_limits(options))
     model = str(client.model)
     repo = None
     if options.push is not None:
         from grpo_recipes.console.publish import push
 
-        repo = push.need_dataset(options.push, "--push", os.environ)
+        repo = push.check_dataset_repository(options.push, "--push", os.environ)
     rows, prompts = _load_prompts(recipe, options.limit)
-    sampling = sampling_of(recipe, options.temperature, recipe["max_completion_length"], recipe["seed"])
-    settings = settings_of(recipe, _DATA_KEYS, model, options.backend, options.num_generations, sampling, prompts[0])
+    sampling = make_sampling_parameters(recipe, options.temperature, recipe["max_completion_length"], recipe["seed"])
+    settings = collect_generation_settings(
+        recipe, _DATA_KEYS, model, options.backend, options.num_generations, sampling, prompts[0]
+    )
     with open_completions(options.out, rows, settings) as file:
         done = f" ({len(file.done)} already done)" if file.done else ""
         say(
-            f"{model} at {client.root}: {_times(len(rows), options.num_generations)}"
+            f"{model} at {client.root}: {_format_counts(len(rows), options.num_generations)}"
             f" -> {display_path(options.out)}{done}"
         )
         try:
@@ -108,11 +110,11 @@ def generate(options: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             say(f"interrupted with {len(file.done)} of {len(rows)} prompts done; continue with the same command")
             return EXIT_INTERRUPTED
-    return _report(outcome, options, len(rows), repo)
+    return _report_outcome(outcome, options, len(rows), repo)
 
 
-def number_problems(options: argparse.Namespace) -> list[Problem]:
-    """Return a problem for each option whose number is too small."""
+def find_number_problems(options: argparse.Namespace) -> list[Problem]:
+    """Return a problem for each option of `grpo generate` or `grpo eval` whose number is too small."""
     minimums = {name: 1.0 for name in ("num_generations", "limit", "batch_size", "attempts")}
     minimums |= {"timeout": 1e-3, "wait": 0, "temperature": 0}
     problems = []
@@ -123,32 +125,32 @@ def number_problems(options: argparse.Namespace) -> list[Problem]:
     return problems
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Raise ConfigError that lists options with wrong numbers, and --public without --push."""
-    problems = number_problems(options)
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise ConfigError if an option has a number that is too small, or if --public is used without --push."""
+    problems = find_number_problems(options)
     if options.public and options.push is None:
         problems.append(Problem("--public", "does nothing without --push", "add --push REPO, or remove it"))
     if problems:
         raise ConfigError(*problems)
 
 
-def request_limits(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of ``REQUESTS`` as arguments of a client, except the wait."""
+def read_request_limits(options: argparse.Namespace) -> dict[str, Any]:
+    """Return --batch-size, --timeout and --attempts as keyword arguments for ``connect_to_server``."""
     return {"batch_size": options.batch_size, "timeout": options.timeout, "attempts": options.attempts}
 
 
-def need_dataset(recipe: Recipe) -> None:
+def require_dataset(recipe: Recipe) -> None:
     """Raise ConfigError if the recipe's prompts come from environments and not from a dataset."""
     if source_of(recipe.__getitem__):
         fix = "use a recipe with a dataset_name"
         raise config_error(display_path(recipe.path), "the prompts come from an environment, not from a dataset", fix)
 
 
-def connect(url: str, backend: str, model: str | None, wait: float, **limits: Any) -> "CompletionClient":
-    """Return a client of an external server, after waiting at most ``wait`` seconds until it serves the model.
+def connect_to_server(url: str, backend: str, model: str | None, wait: float, **limits: Any) -> "CompletionClient":
+    """Wait at most ``wait`` seconds until the server at ``url`` answers, and return a client of it.
 
-    ``model`` is None for the model that the server has. Raise ConfigError, with the flags of this command as locations,
-    if the server does not answer or has another model.
+    ``model`` is the model that the server must have, or None for any model. ``limits`` are arguments of the client. The
+    API key comes from OPENAI_API_KEY. Raise ConfigError if the server does not answer or has another model.
     """
     from grpo_recipes.rollouts.openai import CompletionClient
 
@@ -168,36 +170,39 @@ def connect(url: str, backend: str, model: str | None, wait: float, **limits: An
 
 
 def _load_prompts(recipe: Recipe, limit: int | None) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Return the dataset's rows and the token ids of their prompts, as training reads and renders them."""
+    """Load at most ``limit`` training rows and render their prompts like a trainer; return rows and prompt token ids.
+
+    If ``limit`` is None, load all rows.
+    """
     from datasets import disable_progress_bars
 
     from grpo_recipes.data.prompts import load_prompts, make_renderer
 
     disable_progress_bars()
     sources, kwargs = find_assets(recipe, os.environ), recipe["chat_template_kwargs"]
-    tokenizer = tokenizer_of(recipe, sources.model.path if sources.model else recipe["model_name_or_path"])
-    loaded = load_prompts(arguments_of(recipe), tokenizer, 1, recipe["seed"], kwargs, sources.lookup)
+    tokenizer = load_tokenizer(recipe, sources.model.path if sources.model else recipe["model_name_or_path"])
+    loaded = load_prompts(make_trainer_arguments(recipe), tokenizer, 1, recipe["seed"], kwargs, sources.lookup)
     rows = loaded.dataset.select(range(min(limit or len(loaded.dataset), len(loaded.dataset)))).to_list()
     return rows, render_prompts(make_renderer(recipe["chat_template"], tokenizer, kwargs), rows)
 
 
-def arguments_of(recipe: Recipe) -> Any:
-    """Return an object with the recipe's keys as attributes, like a trainer's config."""
+def make_trainer_arguments(recipe: Recipe) -> Any:
+    """Create an object that has each recipe key as an attribute, for functions that expect a trainer's config."""
     return SimpleNamespace(**{key: value.value for key, value in recipe.values.items()})
 
 
 def render_prompts(renderer: Any, rows: list[dict[str, Any]]) -> list[list[int]]:
-    """Return the token ids of each row's prompt; 1,000 prompts are rendered at a time."""
+    """Return the token ids of each row's ``prompt``, with the chat template of ``renderer``."""
     ids = list[list[int]]()
     for start in range(0, len(rows), _BATCH):
         ids += renderer.ids([row["prompt"] for row in rows[start : start + _BATCH]])
     return ids
 
 
-def tokenizer_of(recipe: Recipe, name: str) -> Any:
-    """Load the tokenizer of the recipe's model; raise ConfigError if that fails.
+def load_tokenizer(recipe: Recipe, name: str) -> Any:
+    """Load the tokenizer from ``name``, the folder or hub id of the recipe's model; raise ConfigError if that fails.
 
-    ``name`` is the model's folder or hub id. A built-in model makes its tokenizer, so its folder need not exist.
+    For a smoke model (``smoke:...``), the tokenizer is built in memory, so its folder need not exist.
     """
     if recipe["model_name_or_path"].startswith(SMOKE_SCHEME):
         from grpo_recipes.smoke import build_tokenizer
@@ -206,7 +211,7 @@ def tokenizer_of(recipe: Recipe, name: str) -> Any:
     from transformers import AutoTokenizer
 
     def load_error(error: Exception) -> ConfigError:
-        """Return the error at the line of the recipe that names the model."""
+        """Return a ConfigError at the recipe's line with the model, with the message of the original error."""
         message = f"the tokenizer can't be loaded ({' '.join(str(error).split())[:200]})"
         return config_error(recipe.location("model_name_or_path"), message, "use a model with tokenizer files")
 
@@ -215,8 +220,13 @@ def tokenizer_of(recipe: Recipe, name: str) -> Any:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=recipe["trust_remote_code"])
 
 
-def sampling_of(recipe: Recipe, temperature: float | None, max_tokens: int, seed: int | None) -> "SamplingParameters":
-    """Return a recipe's sampling parameters; ``temperature`` replaces the recipe's temperature unless it is None."""
+def make_sampling_parameters(
+    recipe: Recipe, temperature: float | None, max_tokens: int, seed: int | None
+) -> "SamplingParameters":
+    """Return sampling parameters with the recipe's top_p, top_k, min_p and repetition_penalty.
+
+    ``temperature`` None means the recipe's temperature.
+    """
     from grpo_recipes.rollouts.openai import SamplingParameters
 
     keys: dict[str, Any] = {key: recipe[key] or 0 for key in ("top_p", "top_k", "min_p", "repetition_penalty")}
@@ -224,13 +234,14 @@ def sampling_of(recipe: Recipe, temperature: float | None, max_tokens: int, seed
     return SamplingParameters(max_tokens=max_tokens, seed=seed, **keys)
 
 
-def settings_of(
+def collect_generation_settings(
     recipe: Recipe, data_keys: Sequence[str], model: str, backend: str, n: int, sampling: "SamplingParameters",
     first_prompt: list[int],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the settings that decide the completions; all rows of a file must have the same settings.
+    """Return a mapping of all settings that decide the completions; a file continues only with equal settings.
 
-    They contain the recipe's ``data_keys`` that are set, the sampling parameters, and a hash of the first prompt.
+    It contains the model, the kind of server (``backend``), ``n`` completions per prompt, the recipe's ``data_keys``
+    that are set, the sampling parameters, and a hash of the token ids of the first prompt.
     """
     # The first prompt stands for chat template, system prompt and tokenizer.
     prompt = hashlib.sha256(json.dumps(first_prompt).encode()).hexdigest()[:16]
@@ -247,27 +258,27 @@ class Progress:
         self._prompts, self._next = prompts, time.monotonic() + _PROGRESS_SECONDS
 
     def __call__(self, outcome: "Generated") -> None:
-        """Print a line about ``outcome`` if the last line is 10 seconds old."""
+        """Print the number of finished and failed prompts if the last line is at least 10 seconds old."""
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _PROGRESS_SECONDS
             failed = f", {outcome.failed.total()} failed" if outcome.failed else ""
             say(f"{outcome.before + outcome.completed} of {self._prompts} prompts{failed}")
 
 
-def _report(outcome: "Generated", options: argparse.Namespace, prompts: int, repo: str | None) -> int:
-    """Print the result, publish a complete file if ``repo`` is given, and return the exit code.
+def _report_outcome(outcome: "Generated", options: argparse.Namespace, prompts: int, repo: str | None) -> int:
+    """Print the number of completions, push a complete file to ``repo`` unless it is None, and return the exit code.
 
-    The code is 1 if completions are missing or the push failed.
+    The exit code is 0, or 1 if completions are missing or the push failed. Errors of the push are printed, not raised.
     """
     done = outcome.before + outcome.completed
-    say(f"{_times(done, options.num_generations)} in {display_path(options.out)}")
+    say(f"{_format_counts(done, options.num_generations)} in {display_path(options.out)}")
     if not outcome.complete:
         report_failures(outcome)
         return 1
     if repo is not None:
         from grpo_recipes.console.publish.push import push_dataset
 
-        message = f"{_times(prompts, options.num_generations)} by grpo generate"
+        message = f"{_format_counts(prompts, options.num_generations)} by grpo generate"
         try:
             say(f"published at {push_dataset(repo, options.out, not options.public, message)}")
         except Exception as error:  # any error of the hub's client; the file is complete
@@ -288,6 +299,6 @@ def report_failures(outcome: "Generated") -> None:
         print(f"grpo: {line}", file=sys.stderr)
 
 
-def _times(prompts: int, n: int) -> str:
-    """Return a text with the number of prompts, and of completions for each if there are several."""
+def _format_counts(prompts: int, n: int) -> str:
+    """Return "8 prompts", or "8 prompts x 4 completions" if ``n``, the completions per prompt, is not 1."""
     return f"{prompts} prompts" if n == 1 else f"{prompts} prompts x {n} completions"

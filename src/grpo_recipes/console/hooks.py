@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_recipes.console.publish.publisher import publish_model
-from grpo_recipes.console.publish.push import Target, need_target
-from grpo_recipes.console.report.pages import report_line
+from grpo_recipes.console.publish.push import Target, check_push_target
+from grpo_recipes.console.report.pages import try_write_report
 from grpo_recipes.launch.hooks import RunHooks
 from grpo_recipes.recipe import Recipe
 
@@ -25,16 +25,16 @@ class ConsoleHooks(RunHooks):
 
         Return a line with the target repository, or no line without ``push_to_hub``.
         """
-        self._target, self._environment = need_target(recipe, environment, run_name), environment
+        self._target, self._environment = check_push_target(recipe, environment, run_name), environment
         return [f"the final model will be published in {self._target}"] if self._target else []
 
     def on_progress(self, run_dir: Path) -> None:
-        """Write ``report.html`` of a run that is still running."""
-        report_line(run_dir)
+        """Write ``report.html`` of a run that is still running; ignore errors."""
+        try_write_report(run_dir)
 
     def on_end(self, run_dir: Path) -> list[str]:
-        """Write the report and return a line with its path."""
-        return [report_line(run_dir)]
+        """Write ``report.html`` of an ended run, and return a line with its path or with the error."""
+        return [try_write_report(run_dir)]
 
     def on_model(self, run_dir: Path) -> str:
         """Write the model card and push the model; return the result of the push for the launcher's last line."""

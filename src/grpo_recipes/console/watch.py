@@ -1,4 +1,8 @@
-"""`grpo watch`: show the state, reward curve and time per phase of a run as text, until the run ends."""
+"""The command `grpo watch`: show state, reward curve and time per phase of a run as text, until the run ends.
+
+It only reads the files of the run directory and asks Slurm for the job. On a terminal, rich redraws the picture every
+second. Otherwise, a line per step is printed.
+"""
 
 import argparse
 import contextlib
@@ -47,7 +51,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 class Picture:
-    """The picture of one run as lines of text, drawn repeatedly; each row of the run's files is read only once."""
+    """A text picture of a run, drawn repeatedly; each row of the run's files is read only once."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -55,10 +59,11 @@ class Picture:
         self._rows: list[list[dict[str, Any]]] = [[], []]
         self._notices: list[str] | None = None  # notices about the rows so far; None if they are outdated
 
-    def lines(self, width: int, state: str, over: bool) -> list[str]:
-        """Read new rows and return the lines of the picture, at most ``width`` characters each.
+    def draw_lines(self, width: int, state: str, over: bool) -> list[str]:
+        """Read new rows of the run's files and return the lines of the picture, at most ``width`` characters each.
 
         ``state`` is the state of the run in words. If the run is ``over``, its activity and remaining time are omitted.
+        Without steps, there are only one or two lines.
         """
         for reader, rows in zip(self._readers, self._rows, strict=True):
             if new := reader.read_new():  # a resumed run repeats the steps after its checkpoint
@@ -80,7 +85,11 @@ class Picture:
             format_won_share(last),
         )
         facts = "  ".join(filter(None, labeled))
-        body = [*curve(rewards, steps[0]["step"], last["step"], width), "", *_bars(steps[-PACE_ROWS:], width)]
+        body = [
+            *draw_curve(rewards, steps[0]["step"], last["step"], width),
+            "",
+            *_draw_phase_bars(steps[-PACE_ROWS:], width),
+        ]
         tail = [format_evaluation(evaluations[-1])] if evaluations else []
         tail += ["  ".join(format_unusual_shares(last))] if format_unusual_shares(last) else []
         if self._notices is None or over:
@@ -89,10 +98,11 @@ class Picture:
         return [line[:width] for line in (*head, facts, "", *body, *tail)]
 
 
-def curve(values: Sequence[float], first: int, last: int, width: int, height: int = _HEIGHT) -> list[str]:
-    """Return the lines of a text chart of values over the steps ``first`` to ``last``; empty without values.
+def draw_curve(values: Sequence[float], first: int, last: int, width: int, height: int = _HEIGHT) -> list[str]:
+    """Return the lines of a text chart of values over the steps ``first`` to ``last``, or [] without values.
 
-    Each column of blocks is the mean of its steps.
+    The chart is ``height`` lines high, plus a line with the steps. Each column is the mean of one or several steps,
+    drawn with block characters, or with # and dots if stdout is not UTF-8.
     """
     if not values:
         return []
@@ -111,8 +121,8 @@ def curve(values: Sequence[float], first: int, last: int, width: int, height: in
     return rows
 
 
-def _bars(rows: Sequence[dict[str, Any]], width: int) -> list[str]:
-    """Return a line per phase of a step: its name, share of time, seconds per step, and a bar of that share."""
+def _draw_phase_bars(rows: Sequence[dict[str, Any]], width: int) -> list[str]:
+    """Return a line for each phase that took time in ``rows``: name, % of the time, seconds per step, and a bar."""
     seconds = {name: sum(drop_missing(finite_number(row.get(f"seconds/{name}")) for row in rows)) for name in _PHASES}
     total, room = sum(seconds.values()) or 1.0, max(1, width - 27)
     mark = "█" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"
@@ -124,8 +134,8 @@ def _bars(rows: Sequence[dict[str, Any]], width: int) -> list[str]:
     return bars
 
 
-def line_style(line: str) -> str:
-    """Return the color of a line of the picture: yellow for notes, cyan for curves and bars, else ""."""
+def choose_line_style(line: str) -> str:
+    """Return the color of a line: "yellow" for notes, "cyan" for curves and bars, otherwise or without colors ""."""
     if not use_color():
         return ""
     return "yellow" if line.startswith("note:") else "cyan" if set(line) & {*_BLOCKS[1:], "#"} else ""
@@ -138,7 +148,8 @@ def line_style(line: str) -> str:
 def watch(options: argparse.Namespace) -> int:
     """Draw a run or a sweep until it ends; return 0, or 130 after Ctrl-C.
 
-    Without a terminal, draw it at the start and the end, and print a line per step in between.
+    Wait first for a run that has not started yet. Without a terminal, draw the picture at the start and the end, and
+    print a line per step in between. Raise ConfigError if there is no such run.
     """
     try:
         run = wait_for_run(find_target(options.which))
@@ -147,17 +158,17 @@ def watch(options: argparse.Namespace) -> int:
         slurm = SlurmPoll(lambda: find_jobs(run))
 
         def read_state() -> tuple[str, bool]:
-            """Return the state in words, from the files and Slurm, and whether the run is over."""
+            """Return the state in words, from the files and from Slurm, and whether the run is over."""
             state, over = target_state(run, slurm.answer())
             slurm.need_answer(display_path(run.folder), not over and is_silent(run, slurm.answer()))
             return state, over
 
         if isinstance(run, RunGroup):
-            _watch(lambda width: group_lines(run, group_jobs(slurm.answer())), read_state, lambda: [])
+            _redraw_until_over(lambda width: group_lines(run, group_jobs(slurm.answer())), read_state, lambda: [])
         else:
             picture, steps = Picture(run.folder), Progress(run.folder)
-            _watch(
-                lambda width: picture.lines(width, *read_state()),
+            _redraw_until_over(
+                lambda width: picture.draw_lines(width, *read_state()),
                 read_state,
                 lambda: [*map(steps.line, steps.rows.read_new())],
             )
@@ -166,13 +177,14 @@ def watch(options: argparse.Namespace) -> int:
     return 0
 
 
-def _watch(
+def _redraw_until_over(
     draw: Callable[[int], list[str]], read_state: Callable[[], tuple[str, bool]], lines: Callable[[], list[str]]
 ) -> None:
-    """Draw every second until the run is over; without a terminal, draw only at the start and the end.
+    """Redraw the picture on the terminal every second until the run is over; without a terminal, only print lines.
 
     ``draw`` returns the lines of a picture for a width, and ``read_state`` the state and whether the run is over.
-    Without a terminal, the new ``lines()`` are printed in between.
+    Without a terminal, print the picture at the start and the end, and every second the new lines that ``lines``
+    returns. SIGTERM ends the process with code 143.
     """
     from rich.console import Console, Group
     from rich.live import Live
@@ -180,7 +192,7 @@ def _watch(
 
     def frame() -> Group:
         """Return the picture for rich, with styles."""
-        texts = (Text(line, line_style(line), no_wrap=True, overflow="ellipsis") for line in draw(columns()))
+        texts = (Text(line, choose_line_style(line), no_wrap=True, overflow="ellipsis") for line in draw(columns()))
         return Group(*texts)
 
     if not sys.stdout.isatty():

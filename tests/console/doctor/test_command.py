@@ -12,7 +12,7 @@ import pytest
 
 from grpo_recipes.cli import main
 from grpo_recipes.console.doctor import MACHINE, RECIPE, RUN
-from grpo_recipes.console.doctor.examine import check_name
+from grpo_recipes.console.doctor.examine import get_check_name
 from grpo_recipes.plan.devices import environment_device
 
 GRPO = str(Path(sys.executable).with_name("grpo"))
@@ -56,7 +56,7 @@ def test_a_problem_is_exit_code_2_and_none_is_0(doctor, tmp_path: Path):
 @on_cpu
 def test_a_recipe_adds_its_checks(doctor):
     _, results = doctor(SMOKE)
-    assert set(results) == {check_name(check) for check in (*MACHINE, *RECIPE)}
+    assert set(results) == {get_check_name(check) for check in (*MACHINE, *RECIPE)}
     assert results["gpu plan"]["status"] == "ok" and "smoke:sums" in results["assets"]["value"]
     _, results = doctor(SMOKE, "--vllm_node", "own")  # valid in a recipe, but a plan on one node rejects it
     assert results["gpu plan"]["status"] == "problem" and "vllm_node: shared" in results["gpu plan"]["fix"]
@@ -82,7 +82,7 @@ def test_what_it_refuses(tmp_path: Path):
 def test_a_run_is_explained(doctor, make_run, row, monkeypatch):
     run = make_run(rows=[row(step, kl=5.0) for step in range(1, 7)], status="completed", beta=0.01)
     code, results = doctor("--run", str(run.folder))
-    assert code == 2 and set(results) == {check_name(check) for check in RUN}
+    assert code == 2 and set(results) == {get_check_name(check) for check in RUN}
     assert [name for name, result in results.items() if result["status"] == "problem"] == ["kl"]
     code, results = doctor("--run", "last", RUN_ROOT=str(run.folder.parent))
     assert code == 2 and results["ending"]["value"] == "completed, 6 steps"

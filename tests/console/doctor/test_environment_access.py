@@ -171,13 +171,13 @@ def test_a_port_the_user_named_and_another_process_holds(at, read):
         finding = environment.ports(at(VLLM_PORT=str(port)))
         by_recipe = environment.ports(at(read(vllm_server_port=port)))
         inside = environment.ports(at(read(vllm_mode="colocate", vllm_server_port=port)))
-        unnamed = environment._port("vllm_server_port", port, is_chosen=False)
+        unnamed = environment._check_port("vllm_server_port", port, is_chosen=False)
     assert finding.status == "problem"
     assert f"{port} (vllm_server_port)" in finding.value and f"pid {os.getpid()}" in finding.value
     assert by_recipe == finding
     assert str(port) not in inside.value
     assert unnamed.status == "warning"
-    assert environment._port("vllm_server_port", port, is_chosen=True).value == f"{port} free"
+    assert environment._check_port("vllm_server_port", port, is_chosen=True).value == f"{port} free"
 
 
 def test_ports_are_those_of_the_launch(at, read):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.console.doctor import DEEP, MACHINE, RECIPE, RUN
-from grpo_recipes.console.doctor.examine import NoAnswer, as_text, check_name, examine
+from grpo_recipes.console.doctor.examine import NoAnswer, examine, format_findings, get_check_name
 from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.paths import home, nearest_existing_folder
 from grpo_recipes.process.reports import gigabytes
@@ -89,14 +89,14 @@ def test_a_check_that_hangs_is_told_when_the_time_is_over(tmp_path: Path):
 
 def test_nothing_secret_and_no_second_line_comes_out():
     result = run_check(leaking)
-    text = as_text({"leaking": result})
+    text = format_findings({"leaking": result})
     assert SECRET not in text and "pass@" not in text
     assert result.value == "token ******** second line"
 
 
 def test_the_report_has_a_line_a_check_and_one_below_with_what_to_do():
     results = {"a": ok("fine"), "long name": problem("bad", "mend it"), "c": warning("so", "x")}
-    assert as_text(results).splitlines() == [
+    assert format_findings(results).splitlines() == [
         "ok       a          fine",
         "PROBLEM  long name  bad",
         "                    -> mend it",
@@ -114,7 +114,7 @@ def test_several_findings_of_a_check_show_all_that_is_not_ok_with_the_worst_stat
 
 def test_every_check_has_a_name_of_its_own_and_one_line_that_describes_it():
     for checks in (MACHINE + DEEP + RECIPE, RUN):
-        names = [check_name(check) for check in checks]
+        names = [get_check_name(check) for check in checks]
         assert len(set(names)) == len(names)
         for check in checks:
             about = inspect.getdoc(check).splitlines()[0]
@@ -127,7 +127,7 @@ def test_the_documentation_has_a_row_a_check():
         assert f"<!-- doctor {subject} -->" in page
         table = tables.doctor_table(subject)
         rows = table.splitlines()[2:]
-        assert [row.split(" | ")[0].strip("| ") for row in rows] == [check_name(check) for check in checks]
+        assert [row.split(" | ")[0].strip("| ") for row in rows] == [get_check_name(check) for check in checks]
 
 
 def test_a_program_that_is_missing_and_one_that_hangs(machine, no_program, fake_program):

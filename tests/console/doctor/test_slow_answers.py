@@ -19,5 +19,5 @@ def test_the_doctor_waits_for_slow_headers_as_long_as_for_silence(
     monkeypatch.setattr(environment, "_SECONDS", SECONDS)
     server.answer = ANSWERS["slow headers"]
     began = time.monotonic()
-    assert "timed out" in environment._answer(server.url, "warning", "look").value
+    assert "timed out" in environment._check_address(server.url, "warning", "look").value
     assert time.monotonic() - began < 3 * SECONDS

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.console.doctor import RUN, training
-from grpo_recipes.console.doctor.examine import check_name
+from grpo_recipes.console.doctor.examine import get_check_name
 from grpo_recipes.runs import health
 
-LEVEL = {check_name(check): check for check in training.LEVELS}
+LEVEL = {get_check_name(check): check for check in training.LEVELS}
 
 
 def rows_of(row, count: int = 6, **metrics):

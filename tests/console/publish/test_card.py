@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_recipes.console.publish.publisher import card_of
+from grpo_recipes.console.publish.publisher import render_card
 from grpo_recipes.runs.rundir import write_json
 
 Card = Callable[..., str]
@@ -32,7 +32,7 @@ def card(tmp_path: Path) -> Callable[..., str]:
             write_json(tmp_path / f"{'run' if name == 'identity' else name}.json", files.get(name, {}))
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (tmp_path / "recipe.yaml").write_text(recipe)
-        return card_of(tmp_path)
+        return render_card(tmp_path)
 
     return card_with
 
@@ -42,7 +42,7 @@ def source(kind: str, name: str, revision: str | None = "main", licence: str | N
 
 
 def test_the_card_says_what_a_model_was_made_from_and_the_result(run_dir: Path) -> None:
-    text = card_of(run_dir)
+    text = render_card(run_dir)
     assert front_matter(text) == {
         "base_model": "ada/base",
         "datasets": ["ada/rows"],

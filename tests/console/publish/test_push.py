@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fake_hub import READER, WRITER, FakeHub
 
-from grpo_recipes.console.publish.push import Target, model_files, need_target, repository_name
+from grpo_recipes.console.publish.push import Target, check_push_target, choose_repository_name, list_model_files
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs.rundir import read_json, write_json
@@ -107,12 +107,12 @@ def test_a_login_that_has_gone_bad_is_reported(push, hub: FakeHub, tmp_path: Pat
 def test_the_model_is_pushed_without_the_state_of_training(tmp_path: Path) -> None:
     names = ["order_of_data.json", "controllers.json", "zero_to_fp32.py", "trainer_state.json", "optimizer.pt"]
     write(tmp_path, {**MODEL, **dict.fromkeys(names, b"")})
-    assert {path.name for path in model_files(tmp_path)} == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert {path.name for path in list_model_files(tmp_path)} == {"config.json", "model.safetensors", "tokenizer.json"}
 
 
 def test_shards_of_fsdp_are_not_a_model(tmp_path: Path) -> None:
     write(tmp_path, {"config.json": b"{}", "pytorch_model_fsdp.bin": b"shard"})
-    assert model_files(tmp_path) == []
+    assert list_model_files(tmp_path) == []
 
 
 # --- before a run starts -------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def ask(read: Read, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path) -> 
         monkeypatch.delenv("HF_TOKEN", raising=False)
         if token:
             monkeypatch.setenv("HF_TOKEN", token)
-        return need_target(
+        return check_push_target(
             read(**{"push_to_hub": True, **changes}), {"HF_ENDPOINT": hub.url, **(environment or {})}, "sums"
         )
 
@@ -221,5 +221,5 @@ def test_the_trainer_does_not_push(planned, option) -> None:
 
 @pytest.mark.parametrize(("run", "name"), [("qwen2.5-math", "qwen2.5-math"), ("a  b//c--d", "a-b-c-d"), ("-x.", "x")])
 def test_without_a_name_the_run_names_it(read: Callable[..., Recipe], run: str, name: str) -> None:
-    assert repository_name(read(push_to_hub=True), run) == name
-    assert repository_name(read(push_to_hub=True, hub_model_id="ada/sums"), run) == "ada/sums"
+    assert choose_repository_name(read(push_to_hub=True), run) == name
+    assert choose_repository_name(read(push_to_hub=True, hub_model_id="ada/sums"), run) == "ada/sums"

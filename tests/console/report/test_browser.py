@@ -22,7 +22,7 @@ import pytest
 from PIL import Image
 
 from grpo_recipes.console.report.pages import write_comparison, write_report
-from grpo_recipes.console.sweep.folder import write_sweep
+from grpo_recipes.console.sweep.folder import write_sweep_page
 from scripts import report_picture
 
 from .synthetic_runs import game_samples, make_run, make_sweep, two_samples
@@ -81,7 +81,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "run": write_report(run),
         "comparison": write_comparison([run, *base_runs], root / "comparison.html"),
-        "sweep": write_sweep(sweep)[0],
+        "sweep": write_sweep_page(sweep)[0],
         "episodes": write_report(make_run(root, "game-20261120-101503", steps=30, samples=game_samples(20))),
     }
 

@@ -13,28 +13,28 @@ from grpo_recipes.console.report.chart import (
     Chart,
     Curve,
     Histogram,
-    axis,
-    buckets,
-    curve_of,
-    histogram,
-    smooth,
-    step_axis,
-    usual_range,
-    window_of,
+    choose_window,
+    find_usual_range,
+    make_axis,
+    make_curve,
+    make_histogram,
+    make_step_axis,
+    smooth_values,
+    split_rows,
 )
-from grpo_recipes.console.report.page import fragment, minus, short
+from grpo_recipes.console.report.page import render_fragment, short, use_minus_signs
 from grpo_recipes.console.report.read import Scored, Table
-from grpo_recipes.console.report.run_charts import phase_chart
+from grpo_recipes.console.report.run_charts import make_phase_chart
 from grpo_recipes.runs.health import percent
 
 FRAME = Chart("from 0 to 10 and from 0 to 1", [Curve("", [0, 10], [0.0, 1.0])])
-AXES = (step_axis([1, 2, 3]), axis(0.0, 0.75))
+AXES = (make_step_axis([1, 2, 3]), make_axis(0.0, 0.75))
 ENDS = [("first", [0.5, 0.5]), ("last", [0.25, 0.75])]
 HISTOGRAM = Histogram(["0", "1"], False, *AXES, [[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]], ENDS)
 
 
 def draw(chart: Chart) -> str:
-    return fragment("charts.html.j2", "lines", chart)
+    return render_fragment("charts.html.j2", "lines", chart)
 
 
 def test_points_are_measured_from_the_top_left() -> None:
@@ -76,12 +76,12 @@ def test_a_single_spike_leaves_the_others_readable_and_is_told() -> None:
 )
 def test_the_axis_begins_at_zero_where_that_is_near(values: list[float], labels: list[str]) -> None:
     figure = draw(Chart("x", [Curve("x", [1, 2], list(values))], large=True))
-    assert re.findall(r'dy=".32em">([^<]*)<', figure) == [minus(label) for label in labels]
+    assert re.findall(r'dy=".32em">([^<]*)<', figure) == [use_minus_signs(label) for label in labels]
 
 
 def test_a_long_metric_is_thinned_to_a_line_and_its_range() -> None:
     table = Table(steps=list(range(1, 5001)), columns={"m": [float(step % 10) for step in range(5000)]})
-    curve = curve_of([table], "m", "m")
+    curve = make_curve([table], "m", "m")
     assert curve.band is not None and not curve.faint
     assert len(curve.line) == len(curve.x) == 240
     assert (curve.x[0], curve.x[-1]) == (1, 5000)
@@ -91,7 +91,7 @@ def test_a_long_metric_is_thinned_to_a_line_and_its_range() -> None:
 
 def test_areas_stand_on_one_another() -> None:
     seconds = {"seconds/sample": [1.0, 1.0], "seconds/score": [1.0, 3.0]}
-    chart = phase_chart(Table(steps=[1, 2], columns={name: [*values] for name, values in seconds.items()}))
+    chart = make_phase_chart(Table(steps=[1, 2], columns={name: [*values] for name, values in seconds.items()}))
     assert chart is not None
     figure = draw(chart)
     first, second = re.findall(r'class="layer c\d" d="([^"]*)"', figure)
@@ -100,7 +100,7 @@ def test_areas_stand_on_one_another() -> None:
 
 
 def test_a_heat_map_has_a_cell_for_each_share_above_zero() -> None:
-    figure = fragment("charts.html.j2", "heat_map", "r", "", HISTOGRAM)
+    figure = render_fragment("charts.html.j2", "heat_map", "r", "", HISTOGRAM)
     half = f"{0.5**0.7:.2f}"
     assert re.findall(r'x="(\d)" y="(\d)"[^>]*fill-opacity="([\d.]+)"', figure) == [
         ("0", "1", "1.00"), ("1", "0", half), ("1", "1", half), ("2", "0", "1.00")
@@ -108,12 +108,12 @@ def test_a_heat_map_has_a_cell_for_each_share_above_zero() -> None:
 
 
 def test_bars_are_as_high_as_their_shares() -> None:
-    figure = fragment("charts.html.j2", "bar_pairs", "r", "", HISTOGRAM)
+    figure = render_fragment("charts.html.j2", "bar_pairs", "r", "", HISTOGRAM)
     assert re.findall(r'class="bar c\d".*?height="(\d+)"', figure) == ["625", "625", "312", "938"]
 
 
 def test_an_interval_shows_value_and_ends() -> None:
-    figure = fragment("charts.html.j2", "interval", 0.5, 0.25, 1.0)
+    figure = render_fragment("charts.html.j2", "interval", 0.5, 0.25, 1.0)
     assert 'x1="25.00%" x2="100.00%"' in figure and 'cx="50.00%"' in figure
 
 
@@ -141,34 +141,34 @@ def test_values_that_are_all_the_same_are_drawn() -> None:
     ],
 )
 def test_axes_have_round_marks_and_hold_the_data(low, high, ticks, labels) -> None:
-    scale = axis(low, high)
+    scale = make_axis(low, high)
     assert scale.ticks == pytest.approx(ticks)
     assert scale.low <= low and scale.high >= high
-    assert [label for _, label in scale.marks()] == [minus(label) for label in labels]
+    assert [label for _, label in scale.marks()] == [use_minus_signs(label) for label in labels]
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0, -3.0, 1e-9, 1e30])
 def test_an_axis_of_one_value_has_a_width(value: float) -> None:
-    scale = axis(value, value)
+    scale = make_axis(value, value)
     assert scale.low < scale.high and scale.low <= value <= scale.high
     assert 0 <= scale.share(value) <= 1
 
 
 def test_the_axis_of_steps_ends_where_the_data_end() -> None:
-    scale = step_axis([1, 2, 60])
+    scale = make_step_axis([1, 2, 60])
     assert (scale.low, scale.high, scale.ticks) == (1, 60, (1, 20, 40, 60))
-    assert step_axis([7]).ticks == (7,)
-    assert step_axis([3, 4]).ticks == (3, 4)
+    assert make_step_axis([7]).ticks == (7,)
+    assert make_step_axis([3, 4]).ticks == (3, 4)
 
 
 def test_what_is_beyond_an_axis_stands_at_its_end() -> None:
-    scale = axis(0.0, 1.0)
+    scale = make_axis(0.0, 1.0)
     assert (scale.share(-5.0), scale.share(0.5), scale.share(7.0)) == (0.0, 0.5, 1.0)
 
 
 @pytest.mark.parametrize(("count", "parts"), [(0, 0), (1, 1), (240, 240), (241, 240), (5000, 240)])
 def test_parts_cover_every_row_once(count: int, parts: int) -> None:
-    slices = buckets(count)
+    slices = split_rows(count)
     assert len(slices) == parts
     assert [row for part in slices for row in range(part.start, part.stop)] == list(range(count))
 
@@ -176,35 +176,35 @@ def test_parts_cover_every_row_once(count: int, parts: int) -> None:
 def test_parts_have_a_mean_and_gaps_stay_gaps() -> None:
     parts = [slice(0, 2), slice(2, 4), slice(4, 6)]
     values = [1.0, 3.0, None, 5.0, None, None]
-    assert smooth(values, parts) == [2.0, 5.0, None]
+    assert smooth_values(values, parts) == [2.0, 5.0, None]
 
 
 def test_the_line_is_the_mean_around_each_row() -> None:
     single_rows = [slice(row, row + 1) for row in range(5)]
-    assert smooth([1.0, 2.0, 6.0, None, 2.0], single_rows, 3) == [1.5, 3.0, 4.0, 4.0, 2.0]
-    assert smooth([1.0, 2.0, 6.0, None, 2.0], single_rows, 1) == [1.0, 2.0, 6.0, None, 2.0]
+    assert smooth_values([1.0, 2.0, 6.0, None, 2.0], single_rows, 3) == [1.5, 3.0, 4.0, 4.0, 2.0]
+    assert smooth_values([1.0, 2.0, 6.0, None, 2.0], single_rows, 1) == [1.0, 2.0, 6.0, None, 2.0]
 
 
 def test_a_huge_value_does_not_spoil_those_after_it() -> None:
     values = [1e30, *[0.5] * 30]
     single_rows = [slice(row, row + 1) for row in range(31)]
-    assert smooth(values, single_rows, 3)[10] == 0.5
+    assert smooth_values(values, single_rows, 3)[10] == 0.5
 
 
 def test_short_runs_are_not_smoothed() -> None:
-    assert [window_of(count) for count in (1, 19, 20, 60, 5000)] == [1, 1, 3, 5, 333]
+    assert [choose_window(count) for count in (1, 19, 20, 60, 5000)] == [1, 1, 3, 5, 333]
 
 
 def test_rare_extremes_do_not_set_the_range() -> None:
-    assert usual_range([1.0, 2.0]) == (1.0, 2.0)
-    low, high = usual_range([*[1.0, 2.0] * 50, 500.0])
+    assert find_usual_range([1.0, 2.0]) == (1.0, 2.0)
+    low, high = find_usual_range([*[1.0, 2.0] * 50, 500.0])
     assert (low, high) == (1.0, 3.5)
-    assert usual_range([*[1.0, 2.0] * 50, 3.0]) == (1.0, 3.0)
+    assert find_usual_range([*[1.0, 2.0] * 50, 3.0]) == (1.0, 3.0)
 
 
 def test_a_reward_on_the_edge_of_a_range_is_in_the_range_above_it():
     rewards = array("d", [tenth / 10 for tenth in range(11)])
-    distribution = histogram([Scored(step, rewards) for step in (1, 2, 3)])
+    distribution = make_histogram([Scored(step, rewards) for step in (1, 2, 3)])
     assert distribution is not None
     assert [name for name, _ in distribution.ends] == ["step 1", "step 3"]
     assert distribution.ends[0][1] == pytest.approx([1 / 11] * 9 + [2 / 11])

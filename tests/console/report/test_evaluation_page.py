@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.console.report.pages import evaluation_page
+from grpo_recipes.console.report.pages import render_evaluation_page
 from grpo_recipes.stats import scores_at_k
 
 from .test_browser import CHROMIUM, chromium
@@ -60,7 +60,7 @@ def page_of(rows: list[dict[str, Any]], **changes: Any) -> str:
     result |= {"reward": 0.5, "reward_std": 0.1, "truncated": 0.25, "mean_length": 3.0, "no_verdict": 2, **changes}
     how = {"dataset_name": "d", "eval_dataset_name": "held_out.jsonl", "max_tokens": 64, "temperature": 0.7}
     result["settings"] = {**how, "reward_funcs": ["mine", "other"]}
-    return evaluation_page(result, rows)
+    return render_evaluation_page(result, rows)
 
 
 def mixed(count: int) -> list[dict[str, Any]]:

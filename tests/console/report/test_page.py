@@ -8,13 +8,13 @@ import re
 import pytest
 
 from grpo_recipes.console.report.chart import Chart, Curve
-from grpo_recipes.console.report.page import duration, fragment, minus, model_text, short
+from grpo_recipes.console.report.page import duration, model_text, render_fragment, short, use_minus_signs
 from grpo_recipes.runs.health import percent
 
 
 def escape(text: str) -> str:
     """Return a text as a template expression renders it."""
-    return re.findall(r"<dt>(.*)</dt>", fragment("parts.html.j2", "facts", [(text, "x")]), re.DOTALL)[0]
+    return re.findall(r"<dt>(.*)</dt>", render_fragment("parts.html.j2", "facts", [(text, "x")]), re.DOTALL)[0]
 
 
 def read_back(markup: str) -> str:
@@ -29,9 +29,9 @@ def test_texts_are_escaped_and_read_as_they_were(text: str) -> None:
 
 @pytest.mark.parametrize("value", ['"><script>', "<b>x</b>"])
 def test_values_of_attributes_are_escaped_and_markup_of_ours_is_not(value: str) -> None:
-    assert escape(fragment("parts.html.j2", "value", "x")) == '<code class="value">x</code>'
+    assert escape(render_fragment("parts.html.j2", "value", "x")) == '<code class="value">x</code>'
     (label,) = re.findall(
-        'data-label="([^"<>]*)"', fragment("charts.html.j2", "lines", Chart("x", [Curve(value, [1], [1.0])]))
+        'data-label="([^"<>]*)"', render_fragment("charts.html.j2", "lines", Chart("x", [Curve(value, [1], [1.0])]))
     )
     assert html.unescape(label) == value
 
@@ -93,7 +93,7 @@ def test_white_space_is_marked_and_copies_as_it_was() -> None:
     ],
 )
 def test_three_digits_that_count(value: float | None, text: str) -> None:
-    assert short(value) == minus(text)
+    assert short(value) == use_minus_signs(text)
 
 
 def test_shares() -> None:

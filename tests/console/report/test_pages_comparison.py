@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.console.report.chart import Curve, curve_of
+from grpo_recipes.console.report.chart import Curve, make_curve
 from grpo_recipes.console.report.pages import (
-    comparison_page,
-    comparison_sentence,
-    differing_keys,
+    find_differing_keys,
     group_runs,
-    run_page,
+    make_comparison_headline,
+    render_comparison_page,
+    render_run_page,
     write_comparison,
 )
 from grpo_recipes.console.report.read import Group, Scored, read_run
-from grpo_recipes.console.report.run_charts import METRICS, Metric, metric_chart
+from grpo_recipes.console.report.run_charts import METRICS, Metric, make_metric_chart
 from grpo_recipes.stats import half_interval
 
 from .synthetic_runs import make_run
@@ -29,7 +29,7 @@ from .test_pages_run import Page
 
 
 def group_curve(group: Group, name: str) -> Curve:
-    return curve_of([run.metrics for run in group.runs], name, group.label)
+    return make_curve([run.metrics for run in group.runs], name, group.label)
 
 
 def runs_of(root: Path, *folders: dict[str, Any]) -> list[Any]:
@@ -51,7 +51,7 @@ def test_runs_that_differ_in_their_seed_alone_are_one_group(tmp_path: Path) -> N
     )
     groups = group_runs(runs)
     assert [group.label for group in groups] == ["base (3 seeds)", "fast (2 seeds)", "run0"]
-    assert differing_keys(groups) == ["beta", "learning_rate", "run_root"]
+    assert find_differing_keys(groups) == ["beta", "learning_rate", "run_root"]
 
 
 def test_runs_with_the_same_seed_are_no_sample(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_few_seeds_are_drawn_one_by_one(tmp_path: Path) -> None:
     curve = group_curve(group, "reward")
     assert curve.band is None
     assert list(curve.faint) == [run.metrics.column("reward") for run in runs]
-    text = comparison_page(runs)
+    text = render_comparison_page(runs)
     assert text.count('class="faint c1"') >= 4 and "faint: single seeds" in text and "95 % interval" not in text
     assert f"seeds {min(group.finals):.3g} to {max(group.finals):.3g}" in text
 
@@ -113,7 +113,7 @@ def test_the_page_says_who_ends_highest_and_what_differs(tmp_path: Path) -> None
         {"steps": 30, "lift": 0.7, "recipe": {"beta": (0.0, "x.yaml:1"), "max_grad_norm": (0.5, "x.yaml:2")}},
         {"steps": 20, "lift": 0.0, "recipe": {"beta": (0.1, "x.yaml:1")}, "summary": {"benchmarks": {}}},
     )
-    page = Page(comparison_page(runs))
+    page = Page(render_comparison_page(runs))
     assert page.problems == []
     pattern = (
         r"highest are not distinguishable with 1 and 2 seeds: run0 ends at reward 0\.8\d*, base \(2 seeds\) at 0\.6"
@@ -133,7 +133,7 @@ def test_the_page_says_who_ends_highest_and_what_differs(tmp_path: Path) -> None
 def test_weights_of_maxent_runs_are_drawn_beside_each_other(tmp_path: Path) -> None:
     runs = seeds(tmp_path, "list", 2, steps=20, objective="listwise")
     runs += runs_of(tmp_path, {"steps": 20, "objective": "tempered"}, {"steps": 20})
-    text = comparison_page(runs)
+    text = render_comparison_page(runs)
     figures = re.findall(r"<figure.*?</figure>", text, re.DOTALL)
     (ratio,) = [figure for figure in figures if "MaxEnt weight, right over wrong" in figure]
     lines = re.findall(r'data-label="([^"]*)"', ratio)
@@ -146,7 +146,7 @@ def test_weights_of_maxent_runs_are_drawn_beside_each_other(tmp_path: Path) -> N
 
 
 def test_equal_recipes_are_called_the_same(tmp_path: Path) -> None:
-    text = Page(comparison_page(runs_of(tmp_path, {"steps": 5}, {"steps": 5}))).text
+    text = Page(render_comparison_page(runs_of(tmp_path, {"steps": 5}, {"steps": 5}))).text
     assert "Recipes, trainer, code and devices are the same." in text
 
 
@@ -154,7 +154,7 @@ def test_other_code_and_other_batches_are_told(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, {"steps": 5}, {"steps": 5})
     runs[1].identity["code"]["commit"] = "fedcba9876543210"
     runs[1].plan["batch"]["completions"] = 256
-    text = Page(comparison_page(runs)).text
+    text = Page(render_comparison_page(runs)).text
     assert "commit0123456789fedcba9876" in text
     assert "The runs have different numbers of completions per step: compare by time. run0: 512; run1: 256." in text
 
@@ -163,13 +163,13 @@ def test_unlike_rewards_are_told_and_not_ranked(tmp_path: Path) -> None:
     folder = make_run(tmp_path, "other-20261120-101501", steps=5)
     rows = (folder / "metrics.jsonl").read_text().replace("rewards/format_tags/", "rewards/cosine_length/")
     (folder / "metrics.jsonl").write_text(rows)
-    text = Page(comparison_page([read_run(make_run(tmp_path, steps=5)), read_run(folder)])).text
+    text = Page(render_comparison_page([read_run(make_run(tmp_path, steps=5)), read_run(folder)])).text
     assert "The runs have different rewards, so their totals can't be compared." in text
     assert "math: pure_accuracy_math, format_tags; other: pure_accuracy_math, cosine_length" in text
     assert "ends highest" not in text
 
     weighted = {"steps": 5, "recipe": {"reward_weights": ([1.0, 0.5], "x.yaml:1")}}
-    text = Page(comparison_page(runs_of(tmp_path, {"steps": 5}, weighted))).text
+    text = Page(render_comparison_page(runs_of(tmp_path, {"steps": 5}, weighted))).text
     assert "weighted [1.0, 0.5]" in text and "ends highest" not in text
 
 
@@ -177,7 +177,7 @@ def test_more_runs_than_colours_are_told_apart(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, *[{"steps": 5, "recipe": {"beta": (0.01 * n, "x.yaml:1")}} for n in range(9)])
     groups = group_runs(runs)
     assert len({(group.colour, group.kind) for group in groups}) == 9
-    assert 'class="line dashed c2"' in comparison_page(runs)
+    assert 'class="line dashed c2"' in render_comparison_page(runs)
 
 
 def test_a_run_named_twice_counts_once(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_run_named_twice_counts_once(tmp_path: Path) -> None:
 def test_a_run_without_rows_can_be_compared(tmp_path: Path) -> None:
     missing_files = ("metrics.jsonl", "eval.jsonl", "samples.jsonl")
     runs = runs_of(tmp_path, {"steps": 5}, {"steps": 1, "without": missing_files})
-    page = Page(comparison_page(runs))
+    page = Page(render_comparison_page(runs))
     assert page.problems == [] and "run1-20261120-101501" in page.text
 
 
@@ -197,7 +197,7 @@ def test_time_is_minutes_in_steps(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, {"steps": 5}, {"steps": 3})
     rows = [json.loads(line) for line in (runs[0].folder / "metrics.jsonl").read_text().splitlines()]
     minutes = sum(row["seconds/step"] for row in rows) / 60
-    figures = re.findall(r"<figure.*?</figure>", comparison_page(runs), re.DOTALL)
+    figures = re.findall(r"<figure.*?</figure>", render_comparison_page(runs), re.DOTALL)
     (figure,) = [text for text in figures if "Reward by time" in text]
     (xs,) = re.findall(r'<figure[^>]*data-x="([^"]*)"', figure)
     assert float(xs.split()[-1]) == pytest.approx(minutes, rel=1e-3)
@@ -208,8 +208,8 @@ def test_time_is_minutes_in_steps(tmp_path: Path) -> None:
 def test_a_score_without_an_interval_is_shown_without(tmp_path: Path, interval: dict[str, Any]) -> None:
     scores = {"gsm8k": {"pass@1": 0.5, **interval}}
     run = read_run(make_run(tmp_path, steps=2, summary={"benchmarks": scores}))
-    assert run_page(run, tmp_path / "report.html").count("50 %") >= 1
-    assert comparison_page([run, run]).count("50 %") >= 1
+    assert render_run_page(run, tmp_path / "report.html").count("50 %") >= 1
+    assert render_comparison_page([run, run]).count("50 %") >= 1
 
 
 def test_scores_of_modebench_stand_beside_those_of_what_knows_nothing(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_scores_of_modebench_stand_beside_those_of_what_knows_nothing(tmp_path: 
     guesser = {"pass@8": 0.283, "pass@8_ci": [0.2, 0.35], "distinct@8": 0.304, "distinct@8_ci": [0.25, 0.36]}
     result = {"modebench:countdown": {**scores, "baselines": {"random": guesser, "untrained": scores | guesser}}}
     run = read_run(make_run(tmp_path, steps=2, summary={"benchmarks": result}))
-    single, both = Page(run_page(run, tmp_path / "report.html")), Page(comparison_page([run, run]))
+    single, both = Page(render_run_page(run, tmp_path / "report.html")), Page(render_comparison_page([run, run]))
     for page in (single, both):
         assert page.problems == []
         table = page.text[page.text.rindex("Benchmarks") :]
@@ -248,7 +248,7 @@ def ends(label: str, *finals: float) -> Group:
 def test_no_setting_wins_where_intervals_overlap(
     first: tuple[float, ...], second: tuple[float, ...], sentence: str
 ) -> None:
-    assert comparison_sentence([ends("B", *second), ends("A", *first)], ranked=True).startswith(sentence)
+    assert make_comparison_headline([ends("B", *second), ends("A", *first)], ranked=True).startswith(sentence)
 
 
 def test_intervals_end_where_the_metric_does(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_intervals_end_where_the_metric_does(tmp_path: Path) -> None:
         (folder / "samples.jsonl").write_text(scored + "\n")
     (group,) = group_runs([read_run(folder) for folder in folders])
     for name, low, high in (("completions/clipped_ratio", 0, 1), ("reward", 0, 1), ("entropy", 0, math.inf)):
-        chart = metric_chart([group], name, METRICS.get(name) or Metric("Reward"))
+        chart = make_metric_chart([group], name, METRICS.get(name) or Metric("Reward"))
         assert chart is not None
         (band,) = [curve.band for curve in chart.curves]
         assert band is not None and min(band[0]) == low and max(band[1]) <= high, name

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.console.report.pages import report_line, write_report
+from grpo_recipes.console.report.pages import try_write_report, write_report
 from grpo_recipes.console.report.read import read_run
-from grpo_recipes.console.report.run_charts import reward_chart
+from grpo_recipes.console.report.run_charts import make_reward_chart
 from grpo_recipes.runs.checkpoints import publish_checkpoint
 from grpo_recipes.runs.rundir import write_json
 
@@ -371,12 +371,12 @@ def test_links_lead_to_files_beside_the_page(tmp_path: Path) -> None:
 
 def test_the_report_at_the_end_of_a_run_never_fails_the_run(tmp_path: Path) -> None:
     folder = make_run(tmp_path, steps=3)
-    assert report_line(folder) == f"report in {folder}/report.html"
+    assert try_write_report(folder) == f"report in {folder}/report.html"
     assert (folder / "report.html").exists()
     (folder / "plan.json").write_text('{"batch": 3, "processes": 4}')
-    assert report_line(folder).startswith("report not written (")
+    assert try_write_report(folder).startswith("report not written (")
     (folder / "plan.json").write_text("{")
-    assert "is damaged" in report_line(folder)
+    assert "is damaged" in try_write_report(folder)
 
 
 @pytest.mark.parametrize(
@@ -403,13 +403,13 @@ def test_rewards_of_zero_or_one_have_a_standard_error(tmp_path: Path) -> None:
     rows = [json.dumps({"step": step, "rewards": [0.0, 1.0, 1.0, None, 0.0]}) for step in range(1, 11)]
     (folder / "samples.jsonl").write_text("\n".join(rows) + "\n")
     run = read_run(folder)
-    chart = reward_chart(run)
+    chart = make_reward_chart(run)
     assert chart is not None and chart.curves[0].band is not None
     (low, *_), (high, *_) = chart.curves[0].band
     assert low is not None and high is not None
     assert (high - low) / 2 == pytest.approx(run.metrics.column("reward_std")[0] / 2)  # four completions have a score
     assert "shaded: ± one standard error of a step's mean" in chart.note
-    wide = reward_chart(read_run(make_run(tmp_path / "other", steps=10)))
+    wide = make_reward_chart(read_run(make_run(tmp_path / "other", steps=10)))
     assert wide is not None and "one standard deviation" in wide.note
 
 
@@ -437,21 +437,21 @@ def test_a_page_that_is_being_written_does_not_take_the_place_of_the_last(tmp_pa
     write = pages.write_report
 
     def slow(folder: Path) -> Path:
-        page = pages.run_page(pages.read_run(folder), folder / "report.html")
+        page = pages.render_run_page(pages.read_run(folder), folder / "report.html")
         begun.set()
         go_on.wait(30)
         (folder / "report.html").write_text(page)
         return folder / "report.html"
 
     monkeypatch.setattr(pages, "write_report", slow)
-    earlier = threading.Thread(target=report_line, args=(folder,))
+    earlier = threading.Thread(target=try_write_report, args=(folder,))
     earlier.start()
     begun.wait(30)
     monkeypatch.setattr(pages, "write_report", write)
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps({**summary, "status": "failed", "cause": "the last word"}))
     threading.Timer(0.2, go_on.set).start()
-    assert report_line(folder).startswith("report in ")
+    assert try_write_report(folder).startswith("report in ")
     earlier.join()
     assert "the last word" in (folder / "report.html").read_text()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.console.report.pages import write_report
-from grpo_recipes.console.report.read import read_run, read_table, scored_rows
+from grpo_recipes.console.report.read import read_run, read_scored_rows, read_table
 from grpo_recipes.errors import ConfigError
 
 from .synthetic_runs import make_run
@@ -155,7 +155,7 @@ def test_numbers_that_no_chart_can_show_are_left_out(tmp_path: Path) -> None:
     samples.write_text(
         f'{{"step": 1, "rewards": [NaN, {big}, 0.5, true, null]}}\n{{"step": 2, "rewards": null}}\n{{"step": 4}}\n'
     )
-    assert [list(scored.rewards) for scored, _ in scored_rows(samples)] == [[0.5], [], []]
+    assert [list(scored.rewards) for scored, _ in read_scored_rows(samples)] == [[0.5], [], []]
 
 
 def test_a_folder_with_a_name_too_long_for_a_file_is_no_run() -> None:

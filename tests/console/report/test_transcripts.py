@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_recipes.console.report.pages import write_report
-from grpo_recipes.console.report.transcripts import transcript_of
+from grpo_recipes.console.report.transcripts import read_transcript
 
 from .synthetic_runs import game_samples, make_run
 from .test_pages_run import NASTY, drawn, page_of, values
@@ -18,7 +18,7 @@ from .test_pages_run import NASTY, drawn, page_of, values
 
 def test_a_turn_has_the_seat_in_which_it_was_taken_and_what_it_was_worth() -> None:
     (sample,) = game_samples(3)
-    transcript = transcript_of(sample)
+    transcript = read_transcript(sample)
     assert transcript is not None
     assert [(message.speaker, message.text) for message in transcript.opening] == [
         ("system", "You are Player 2."), ("user", "[GAME] Night falls."),
@@ -131,7 +131,7 @@ def test_numbers_of_episodes_are_curves(tmp_path: Path) -> None:
 def test_an_episode_that_begins_at_its_end_is_shown() -> None:
     info = {"role": "Villager", "won": 0.0, "end": "The Mafia has won."}
     episode = {"environment": "textarena:SecretMafia-v0", "seed": 5, "reward": 0.5, "turns": [], "info": info}
-    transcript = transcript_of({"episode": episode})
+    transcript = read_transcript({"episode": episode})
     assert transcript is not None
     assert transcript.facts == [
         ("length", "0 turns"), ("reward", "0.5"), ("won", "no"), ("end", "The Mafia has won."),

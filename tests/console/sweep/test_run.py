@@ -13,7 +13,7 @@ import pytest
 
 from grpo_recipes import cli
 from grpo_recipes.console.report.page import NOTHING
-from grpo_recipes.console.sweep.run import SignalForwarder, array_text
+from grpo_recipes.console.sweep.run import SignalForwarder, format_array_indices
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.launch import submission
 from grpo_recipes.plan.ports import port_keys
@@ -155,7 +155,7 @@ def test_again_it_fills_the_gaps_alone(sweep, read_sweeps, fake_launches, capsys
     words = [str(folder) if word == "DIR" else word for word in arguments]
     assert (sweep("seed=1..3") if arguments == ("SAME",) else cli.main(["sweep", *words])) == 0
     assert fake_launches.started == ["seed=2", "seed=3"]
-    assert len(read_sweeps()) == 1 and read_sweeps()[0].gaps() == []
+    assert len(read_sweeps()) == 1 and read_sweeps()[0].find_unfinished_trials() == []
     assert "1 of 3 completed, 2 to run" in capsys.readouterr().out
 
 
@@ -184,7 +184,7 @@ def test_a_run_directory_that_is_gone_is_made_again(sweep, read_sweeps, fake_lau
     assert "the run directory of seed=2 is gone" in capsys.readouterr().err
     fake_launches.started = []
     assert sweep(*TWO) == 0
-    assert fake_launches.started == ["seed=2"] and read_sweeps()[0].gaps() == []
+    assert fake_launches.started == ["seed=2"] and read_sweeps()[0].find_unfinished_trials() == []
 
 
 def test_a_run_directory_is_not_made_again_by_other_code(sweep, read_sweeps, fake_launches, monkeypatch, capsys):
@@ -296,7 +296,7 @@ def test_the_default_recipe_is_varied_where_it_is_asked_for(folder, read_sweeps,
     ],
 )
 def test_indices_are_written_as_sbatch_takes_them(indices, most, text):
-    assert array_text(indices, most) == text
+    assert format_array_indices(indices, most) == text
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import pytest
 
 from console.sweep.conftest import SMOKE
 from grpo_recipes import cli
-from grpo_recipes.console.sweep.folder import objective
+from grpo_recipes.console.sweep.folder import read_metric_value
 from grpo_recipes.console.sweep.run import SignalForwarder
 from grpo_recipes.console.sweep.search import STORAGE
-from grpo_recipes.console.sweep.spec import Span, read_space
+from grpo_recipes.console.sweep.spec import Span, read_search_space
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.runs.rundir import read_json, write_json
@@ -39,7 +39,7 @@ class Killed(BaseException):
     ],
 )
 def test_ranges_and_lists_are_read(word: str, axis: list[str], span: Span | None) -> None:
-    axes, spans = read_space([word], [])
+    axes, spans = read_search_space([word], [])
     ((key, values),) = axes.items()
     assert values == axis and spans == ({} if span is None else {key: span})
 
@@ -59,7 +59,7 @@ def test_ranges_and_lists_are_read(word: str, axis: list[str], span: Span | None
 )
 def test_a_range_that_cannot_be_drawn_from_is_refused(word: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_space([word], [])
+        read_search_space([word], [])
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_a_metric_is_the_last_of_the_run(tmp_path, metric, value):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_json(tmp_path / "run.json", {"run_name": "x"})
     write_json(tmp_path / "summary.json", {"status": "completed", "benchmarks": {"toy": {"pass@1": 0.75}}})
-    assert objective(tmp_path, metric) == value
+    assert read_metric_value(tmp_path, metric) == value
 
 
 def test_no_run_is_made_twice(sweep, read_sweeps, rewards, fake_launches, capsys):

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from grpo_recipes.cli import chosen_recipe, command, option, recipe_name, switch
 from grpo_recipes.console.doctor import DEEP, MACHINE, RECIPE, RUN
-from grpo_recipes.console.doctor.examine import Check, Machine, as_text, examine, finding_of
+from grpo_recipes.console.doctor.examine import Check, Machine, examine, format_findings, make_error_finding
 from grpo_recipes.console.doctor.recipes import Case
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error
 from grpo_recipes.recipe import Recipe
@@ -28,9 +28,10 @@ _DEEP_SECONDS, _DEEP_PROGRAM_SECONDS = 150.0, 120.0
     takes_recipe=True,
 )
 def doctor(options: argparse.Namespace) -> int:
-    """Run the checks and print a finding for each; return 2 if there is a problem, otherwise 0.
+    """Run the checks and print a finding for each, as text or with --json; return 2 if there is a problem, otherwise 0.
 
-    The checks are about the machine and, if one is given, a recipe on it; with --run, only about the end of that run.
+    The checks examine the machine and, if a recipe is given, the recipe on it. With --run, they examine only the end of
+    that run. Raise ConfigError for options that can't be combined.
     """
     deep = options.deep and options.run_dir is None
     results: dict[str, Finding] = {}
@@ -47,7 +48,7 @@ def doctor(options: argparse.Namespace) -> int:
         try:
             recipe = chosen_recipe(options) if recipe_name(options) is not None else None
         except ConfigError as error:  # check the machine anyway
-            results["recipe"] = finding_of(error)
+            results["recipe"] = make_error_finding(error)
         timeout = _DEEP_PROGRAM_SECONDS if deep else _PROGRAM_SECONDS
         subject = Case(os.environ, recipe, timeout) if recipe else Machine(os.environ, None, timeout)
         checks = [*MACHINE, *(DEEP if deep else ()), *(RECIPE if recipe else ())]
@@ -58,5 +59,5 @@ def doctor(options: argparse.Namespace) -> int:
         rows = [{"name": name, **asdict(finding)} for name, finding in results.items()]
         print(json.dumps({"problems": problems, "warnings": statuses.count(WARNING), "checks": rows}, indent=1))
     else:
-        print(as_text(results))
+        print(format_findings(results))
     return EXIT_CONFIG_ERROR if problems else 0

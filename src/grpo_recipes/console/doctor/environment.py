@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from grpo_recipes.console.doctor.examine import Machine, NoAnswer, all_findings, first_finding, installed_version
+from grpo_recipes.console.doctor.examine import Machine, NoAnswer, apply_all_rules, apply_first_rule, installed_version
 from grpo_recipes.errors import translate
 from grpo_recipes.fetch.hub import endpoint, is_offline
 from grpo_recipes.launch.resolve import OFFLINE_WANDB, needs_wandb
@@ -73,7 +73,8 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 def environment(machine: Machine) -> Finding:
     """Whether device, lock and Python match the record of scripts/setup.sh.
 
-    A difference is a problem. A missing record or lock, and a record of another folder, are warnings.
+    ``scripts/setup.sh`` writes this record into the Python environment. A difference is a problem. A missing record or
+    lock file, and a record of another source folder, are warnings.
     """
     prefix, version = Path(sys.prefix), platform.python_version()
     if not (prefix / RECORD).is_file():
@@ -85,7 +86,7 @@ def environment(machine: Machine) -> Finding:
     device, recorded_python, root = record.get("flavour"), record.get("python"), record.get("root")
     lock, installed_device = home() / "requirements" / _LOCKS.get(device, ""), machine.device or "missing"
     changed = lock.is_file() and hashlib.sha256(lock.read_bytes()).hexdigest() != record.get("lock")
-    return all_findings(
+    return apply_all_rules(
         f"{device}, in {display_path(prefix)}, matches requirements/{lock.name}, Python {version}",
         (
             installed_device != device,
@@ -128,7 +129,7 @@ def versions(machine: Machine) -> Finding:
         name for name in ("mkdocs", "mkdocs-material", "mkdocstrings-python") if installed_version(name) is None
     ]
     wrong_trl = f"trl {versions_here.get('trl', 'is missing')}, but the recipe keys belong to {catalogue_trl()}"
-    return all_findings(
+    return apply_all_rules(
         value,
         (missing, PROBLEM, f"missing: {', '.join(missing)}", _SETUP),
         (versions_here.get("trl") != catalogue_trl(), PROBLEM, wrong_trl, f"{_SETUP}, or make keys after an upgrade"),
@@ -143,19 +144,22 @@ def versions(machine: Machine) -> Finding:
 def user_packages(machine: Machine) -> Finding:
     """Packages in your user site-packages or PYTHONPATH that hide packages of the environment.
 
-    Any of them is a warning.
+    Only packages that a run imports are checked. Return a warning if there are any.
     """
     shadowing = []
-    for folder in [*([site.getusersitepackages()] if site.ENABLE_USER_SITE else []), *_folders(machine, "PYTHONPATH")]:
+    for folder in [
+        *([site.getusersitepackages()] if site.ENABLE_USER_SITE else []),
+        *_read_folders(machine, "PYTHONPATH"),
+    ]:
         names = {str(package.metadata["Name"]).lower() for package in distributions(path=[folder])}
         names |= {module for module in _MODULES if (Path(folder) / module / "__init__.py").is_file()}
         if hidden := sorted(names & {*_NEEDED, *_MODULES}):
             shadowing.append(f"{', '.join(hidden)} in {display_path(folder)}")
     fix = "start with training.sh, or: unset PYTHONPATH; export PYTHONNOUSERSITE=1 (runs never use them)"
-    return first_finding("; ".join(shadowing) or "none", (shadowing, WARNING, fix))
+    return apply_first_rule("; ".join(shadowing) or "none", (shadowing, WARNING, fix))
 
 
-def _folders(machine: Machine, variable: str) -> list[str]:
+def _read_folders(machine: Machine, variable: str) -> list[str]:
     """Return the folders in a variable such as PYTHONPATH, without empty entries."""
     return [name for name in machine.environment.get(variable, "").split(os.pathsep) if name]
 
@@ -163,7 +167,7 @@ def _folders(machine: Machine, variable: str) -> list[str]:
 def unread_variables(machine: Machine) -> Finding:
     """Variables that nothing reads: variables of older versions, and unknown VLLM_* variables.
 
-    Any of them is a warning with the variable to use instead.
+    If the user has set any, return a warning that lists them, each with the variable or key to use instead.
     """
     unread = {name: fix for name, fix in UNREAD_VARIABLES.items() if name in machine.environment}
     # Read vLLM's list of variables from its source, since its import needs torch.
@@ -181,9 +185,9 @@ def unread_variables(machine: Machine) -> Finding:
 def libraries(machine: Machine) -> Finding:
     """CUDA libraries in LD_LIBRARY_PATH that replace the libraries of the packages, and LD_PRELOAD.
 
-    LD_PRELOAD is a warning, and in a CUDA environment the libraries are too.
+    Return a warning if LD_PRELOAD is set or, in a CUDA environment, if LD_LIBRARY_PATH contains CUDA libraries.
     """
-    folders = _folders(machine, "LD_LIBRARY_PATH")
+    folders = _read_folders(machine, "LD_LIBRARY_PATH")
     shadowing = [folder for folder in folders if any(list(Path(folder).glob(f"{name}*")) for name in _LIBRARIES)]
     if shadowing and machine.device == "cuda":
         fix = "unload that module, or unset LD_LIBRARY_PATH: torch has its own libraries and needs only the driver"
@@ -196,17 +200,17 @@ def libraries(machine: Machine) -> Finding:
 def encoding(machine: Machine) -> Finding:
     """Whether the encoding of files and output is UTF-8.
 
-    Any other encoding is a problem.
+    Return a problem for any other encoding of the locale.
     """
     preferred = locale.getpreferredencoding(False)
     not_utf8 = preferred.replace("-", "").lower() != "utf8"
-    return first_finding(preferred, (not_utf8, PROBLEM, "export LC_ALL=C.UTF-8 (or PYTHONUTF8=1)"))
+    return apply_first_rule(preferred, (not_utf8, PROBLEM, "export LC_ALL=C.UTF-8 (or PYTHONUTF8=1)"))
 
 
 def code(machine: Machine) -> Finding:
     """Commit of the code, and whether it has uncommitted changes.
 
-    Code outside of a git repository is a warning.
+    Return a warning if the code is not in a git repository, otherwise ok, also with uncommitted changes.
     """
     state = read_code_state()
     if state["commit"] is None:
@@ -220,13 +224,14 @@ def code(machine: Machine) -> Finding:
 def imports(machine: Machine) -> Finding:
     """Whether torch, TRL and vLLM can be imported, and torch computes on the visible GPUs (--deep).
 
-    A failed import, and no GPU in a CUDA environment, are problems. GPUs without bfloat16 are a warning.
+    Import them in a child process. A failed import, and no GPU in a CUDA environment, are problems. GPUs without
+    bfloat16 are a warning. Raise ``NoAnswer`` with the current import if the process does not end in time.
     """
     variables = {**base_environment(machine.environment), "PYTHONNOUSERSITE": "1"}
     started = re.compile(r"the import of [\w. ,]+").findall
 
     def timeout_error(error: NoAnswer) -> NoAnswer:
-        """Name the import that did not end in time."""
+        """Return an error that names the import that did not end in time."""
         output = str(getattr(error.__cause__, "stdout", ""))
         return NoAnswer(f"{['its start', *started(output)][-1]} did not end within {machine.timeout:.0f} s")
 
@@ -236,7 +241,7 @@ def imports(machine: Machine) -> Finding:
         lines = done.stderr.strip().splitlines() or [f"ended by signal {-done.returncode}"]
         return problem(": ".join([*started(done.stdout)[-1:], lines[-1]]), _REBUILD)
     report = json.loads(done.stdout.strip().splitlines()[-1])
-    return first_finding(
+    return apply_first_rule(
         ", ".join(f"{name} {value}" for name, value in report.items()),
         (machine.device == "cuda" and not report["GPUs"], PROBLEM, "see the check gpus"),
         (not report["bfloat16"], WARNING, "set bf16: false and dtype: float32"),
@@ -252,19 +257,19 @@ def hub_token(machine: Machine) -> Finding:
     for name in (name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if variables.get(name)):
         malformed = re.fullmatch(r"hf_\S+", variables[name]) is None
         value = f"{name} is set" + (", but it does not have the format of a hub token" if malformed else "")
-        return first_finding(value, (malformed, WARNING, f"export {name}=hf_… without quotes or spaces around it"))
+        return apply_first_rule(value, (malformed, WARNING, f"export {name}=hf_… without quotes or spaces around it"))
     folder = Path(variables.get("HF_HOME") or machine.home / ".cache/huggingface")
     path = Path(variables.get("HF_TOKEN_PATH") or folder / "token")
     no_token = ok("none: public models and datasets only (hf auth login, or HF_TOKEN)")
-    return _permissions(path) if path.is_file() else no_token
+    return _check_permissions(path) if path.is_file() else no_token
 
 
-def _permissions(path: Path) -> Finding:
-    """Return a finding about a file with a login: a warning if other users may read it, else ok."""
+def _check_permissions(path: Path) -> Finding:
+    """Return a warning with a chmod command if other users may read, write or execute a login file, else ok."""
     mode = path.stat().st_mode & 0o777
     shared = mode & 0o077
     value = f"in {display_path(path)}" + (f", readable by other users (mode {mode:03o})" if shared else "")
-    return first_finding(value, (shared, WARNING, f"chmod 600 {display_path(path)}"))
+    return apply_first_rule(value, (shared, WARNING, f"chmod 600 {display_path(path)}"))
 
 
 def wandb(machine: Machine) -> Finding:
@@ -279,28 +284,30 @@ def wandb(machine: Machine) -> Finding:
     path = Path(variables.get("NETRC") or machine.home / ".netrc")
     login = problem("no login, but the recipe reports to W&B", "wandb login, or export WANDB_MODE=offline")
     with contextlib.suppress(netrc.NetrcParseError, OSError):
-        login = _permissions(path) if netrc.netrc(path).authenticators(urlsplit(address).hostname or "") else login
+        login = (
+            _check_permissions(path) if netrc.netrc(path).authenticators(urlsplit(address).hostname or "") else login
+        )
     if variables.get("WANDB_API_KEY"):
         login = ok("WANDB_API_KEY is set")
-    return combine_findings([login, _answer(address, PROBLEM, OFFLINE_WANDB)])
+    return combine_findings([login, _check_address(address, PROBLEM, OFFLINE_WANDB)])
 
 
 def proxies(machine: Machine) -> Finding:
     """Proxy variables, without credentials; runs bypass proxies for loopback addresses.
 
-    Different values of the lower-case and the upper-case variable are a warning.
+    Return a warning if the lower-case and the upper-case form of a variable have different values.
     """
     values = {name: value for name, value in machine.environment.items() if name.lower() in _PROXIES and value}
     if not values:
         return ok("none set")
     clashing = [name for name in values if name.islower() and values.get(name.upper(), values[name]) != values[name]]
-    addresses = ", ".join(f"{name}={_without_login(value)}" for name, value in sorted(values.items()))
+    addresses = ", ".join(f"{name}={_remove_login(value)}" for name, value in sorted(values.items()))
     fix = f"set {', '.join(clashing)} and its upper-case form to the same value"
-    return first_finding(addresses, (clashing, WARNING, fix))
+    return apply_first_rule(addresses, (clashing, WARNING, fix))
 
 
-def _without_login(value: str) -> str:
-    """Return scheme, host and port of an address, without a password before the @."""
+def _remove_login(value: str) -> str:
+    """Return ``SCHEME://HOST[:PORT]`` of an address, without user, password and path; http is the default scheme."""
     parts = urlsplit(value if "://" in value else f"http://{value}")
     return f"{parts.scheme}://{parts.hostname or '?'}{f':{parts.port}' if parts.port else ''}"
 
@@ -308,16 +315,16 @@ def _without_login(value: str) -> str:
 def hub(machine: Machine) -> Finding:
     """Whether the hub answers within 3 s; skipped with HF_HUB_OFFLINE.
 
-    No answer is a warning.
+    Send a HEAD request to the Hugging Face Hub, or to HF_ENDPOINT. Return a warning if there is no answer.
     """
     if is_offline(machine.environment):
         return ok("skipped: HF_HUB_OFFLINE is set")
     fix = "download on a node with internet access: grpo fetch RECIPE; then run jobs with HF_HUB_OFFLINE=1"
-    return _answer(endpoint(machine.environment), WARNING, fix)
+    return _check_address(endpoint(machine.environment), WARNING, fix)
 
 
-def _answer(address: str, status: str, fix: str) -> Finding:
-    """Send a HEAD request to an address; return an ok finding if it answers, else one with ``status`` and ``fix``.
+def _check_address(address: str, status: str, fix: str) -> Finding:
+    """Send a HEAD request to an address; return ok if it answers, else a finding with ``status`` and ``fix``.
 
     Every HTTP status counts as an answer, except 407, with which a proxy rejects its credentials. An invalid address
     counts as no answer. urllib uses the proxy variables of the environment.
@@ -331,27 +338,31 @@ def _answer(address: str, status: str, fix: str) -> Finding:
         failure = "the proxy requires other credentials" if error.code == 407 else ""
     except (OSError, ValueError) as error:
         failure = str(getattr(error, "reason", error)) or type(error).__name__
-    return first_finding(f"{_without_login(address)}: {failure or 'answers'}", (failure, status, fix))
+    return apply_first_rule(f"{_remove_login(address)}: {failure or 'answers'}", (failure, status, fix))
 
 
 def ports(machine: Machine) -> Finding:
     """Whether the ports of a run are free (8000, 51216, 29525 outside Slurm), and which process uses them.
 
-    A port in use is a warning, or a problem if the user chose that port. In a job without a recipe, nothing is checked.
+    A port in use is a warning, or a problem if the user chose that port. In a Slurm job without a recipe, no port is
+    checked, since each job uses other ports.
     """
     recipe = machine.recipe
     if recipe is not None:
         numbers = plan_ports(recipe, slurm_job(machine.environment)).by_key(starts_server(recipe))
-        return combine_findings(_port(key, port, recipe.is_set(key)) for key, port in numbers.items())
+        return combine_findings(_check_port(key, port, recipe.is_set(key)) for key, port in numbers.items())
     if machine.in_job:
         return ok("a separate block of ports for the job")
     texts = {key: machine.environment.get(name, "") for name, key in environment_keys().items() if key in DEFAULT_PORTS}
     chosen = {key: int(text) for key, text in texts.items() if text.isdigit()}
-    return combine_findings(_port(key, port, key in chosen) for key, port in {**DEFAULT_PORTS, **chosen}.items())
+    return combine_findings(_check_port(key, port, key in chosen) for key, port in {**DEFAULT_PORTS, **chosen}.items())
 
 
-def _port(key: str, port: int, is_chosen: bool) -> Finding:
-    """Return a finding about a port: ok if it is free, else a warning, or a problem if the user chose it."""
+def _check_port(key: str, port: int, is_chosen: bool) -> Finding:
+    """Try to bind a port on this machine; return ok if it is free, otherwise a finding that names the process.
+
+    A port in use is a problem if the user chose it with ``key`` (``is_chosen``), otherwise a warning.
+    """
     if is_free("0.0.0.0", port):
         return ok(f"{port} free")
     pid = find_listener(port)
@@ -364,7 +375,7 @@ def _port(key: str, port: int, is_chosen: bool) -> Finding:
 def host_name(machine: Machine) -> Finding:
     """Whether this machine's own name has an address: training processes look it up to find each other.
 
-    A name without an address is a warning.
+    Resolve the host name. Return a warning if that fails.
     """
     name = socket.gethostname()
     with contextlib.suppress(OSError):

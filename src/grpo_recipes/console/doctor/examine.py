@@ -1,4 +1,8 @@
-"""The machine that the checks examine, and the loop that runs the checks in parallel within a time limit."""
+"""Run the checks of ``grpo doctor``: ``examine`` calls them in parallel threads within a time limit.
+
+A check is a function that gets a ``Machine`` (or a ``Run``) and returns a ``Finding``. An exception, a hang or a slow
+program never ends the command: it becomes a finding of its check.
+"""
 
 import contextlib
 import importlib.metadata
@@ -24,7 +28,7 @@ _MARKS = {OK: "ok", WARNING: "warn", PROBLEM: "PROBLEM"}
 
 
 class NoAnswer(Exception):
-    """A program did not answer in time, or failed; ``fix`` is the fix of its finding."""
+    """A program that a check runs did not end in time, or failed; ``fix`` is the advice in the check's finding."""
 
     def __init__(self, message: str, fix: str = "run it yourself, or wait longer with --deep"):
         super().__init__(message)
@@ -100,17 +104,17 @@ def installed_version(name: str) -> str | None:
     return next((package.version for package in importlib.metadata.distributions(name=name)), None)
 
 
-def first_finding(value: str, *rules: tuple[object, str, str]) -> Finding:
-    """Return a finding with ``value``, and with the status and the fix of the first rule that holds.
+def apply_first_rule(value: str, *rules: tuple[object, str, str]) -> Finding:
+    """Return a finding with the text ``value``, and with the status and the fix of the first rule that is true.
 
-    A rule is (condition, status, fix). If no rule holds, the finding is ok.
+    A rule is (condition, status, fix). If no condition is true, the finding is ok and has no fix.
     """
     status, fix = next(((status, fix) for holds, status, fix in rules if holds), (OK, ""))
     return Finding(status, value, fix)
 
 
-def all_findings(value: str, *rules: tuple[object, str, str, str]) -> Finding:
-    """Return a finding that combines all rules that hold; it is ok with ``value`` if no rule holds.
+def apply_all_rules(value: str, *rules: tuple[object, str, str, str]) -> Finding:
+    """Return a finding that combines the findings of all rules that are true; ok with ``value`` if none is true.
 
     A rule is (condition, status, value, fix).
     """
@@ -119,34 +123,35 @@ def all_findings(value: str, *rules: tuple[object, str, str, str]) -> Finding:
 
 
 @contextlib.contextmanager
-def errors_as_findings(findings: list[Finding]) -> Iterator[None]:
-    """Append an exception inside the block to ``findings`` instead of raising it, so that other findings remain."""
+def record_errors_as_findings(findings: list[Finding]) -> Iterator[None]:
+    """Suppress an exception inside the block, and append a finding about it to ``findings``."""
     try:
         yield
     except Exception as error:
-        findings.append(finding_of(error))
+        findings.append(make_error_finding(error))
 
 
-def check_name(check: Check) -> str:
-    """Return the name of a check: the name of its function with spaces."""
+def get_check_name(check: Check) -> str:
+    """Return the name of a check for the output: its function's name with spaces instead of underscores."""
     return check.__name__.replace("_", " ")
 
 
 def examine(checks: Sequence[Check], subject: Any, seconds: float) -> dict[str, Finding]:
-    """Run checks in parallel for at most ``seconds``; return their findings by name, without secrets.
+    """Call each check with ``subject`` in a thread of its own; return the findings by name of the check.
 
-    Each check is called with ``subject``. A check that raises an exception or is late gets a finding about that.
+    Wait at most ``seconds`` for all of them. A late check gets a warning instead, and an exception becomes a finding.
+    Secrets in the findings are masked.
     """
     late = warning(f"no answer within {seconds:.0f} s", "check the file system, driver or daemon: it hangs")
-    results = dict.fromkeys(map(check_name, checks), late)
+    results = dict.fromkeys(map(get_check_name, checks), late)
 
     def run_check(check: Check) -> None:
         """Run one check, and store its finding, with secrets masked, under the check's name."""
         findings: list[Finding] = []
-        with errors_as_findings(findings):
+        with record_errors_as_findings(findings):
             findings.append(check(subject))
         value, fix = (" ".join(masked(text).split()) for text in (findings[0].value, findings[0].fix))
-        results[check_name(check)] = Finding(findings[0].status, value, fix)
+        results[get_check_name(check)] = Finding(findings[0].status, value, fix)
 
     # Daemon threads: a check that hangs on a dead file system must not keep the command from ending.
     threads = [threading.Thread(target=run_check, args=(check,), daemon=True) for check in checks]
@@ -158,8 +163,8 @@ def examine(checks: Sequence[Check], subject: Any, seconds: float) -> dict[str, 
     return dict(results)
 
 
-def finding_of(error: Exception) -> Finding:
-    """Return an exception as a finding: a problem for a ConfigError, a warning for any other exception.
+def make_error_finding(error: Exception) -> Finding:
+    """Return a finding about an exception of a check: a problem for a ConfigError, otherwise a warning.
 
     Only the first problem of a ConfigError is shown, with the number of the others.
     """
@@ -173,7 +178,7 @@ def finding_of(error: Exception) -> Finding:
     return warning(f"the check failed: {type(error).__name__}: {error}", "check it yourself")
 
 
-def as_text(results: Mapping[str, Finding]) -> str:
+def format_findings(results: Mapping[str, Finding]) -> str:
     """Return the findings as text: a line per check with the fix below it, and a last line with the counts."""
     width = max(map(len, results))
     lines = []

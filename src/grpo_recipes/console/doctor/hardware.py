@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from grpo_recipes.console.doctor.examine import Machine, NoAnswer, errors_as_findings, first_finding
+from grpo_recipes.console.doctor.examine import Machine, NoAnswer, apply_first_rule, record_errors_as_findings
 from grpo_recipes.errors import translate
 from grpo_recipes.paths import cache_root, display_path, home, nearest_existing_folder
 from grpo_recipes.plan import preflight
@@ -40,8 +40,9 @@ _NEW_SECONDS = 60.0  # a younger folder may belong to a starting launch
 def gpus(machine: Machine) -> Finding:
     """Visible and free GPUs, and whether the NVIDIA driver is new enough for torch.
 
-    In a CUDA environment, an old driver and missing GPUs are problems, except on a login node. GPUs in a CPU
-    environment, memory in use, and another number than Slurm granted are warnings.
+    Run nvidia-smi. In a CUDA environment, an old driver and missing GPUs are problems; on a login node, missing GPUs
+    are only a warning. GPUs in a CPU environment, GPU memory in use, and another number of GPUs than Slurm granted are
+    warnings.
     """
     query = f"--query-gpu={','.join(_GPU_FIELDS)}"
     try:
@@ -58,15 +59,17 @@ def gpus(machine: Machine) -> Finding:
     chosen, granted = (machine.environment.get(name) for name in ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE"))
     ids, findings = tuple(gpu["index"] for gpu in rows), list[Finding]()
     if chosen is not None:  # avoid the call if possible: it takes seconds without persistence mode
-        with errors_as_findings(findings):
+        with record_errors_as_findings(findings):
             ids = select_gpus(machine.run_program("nvidia-smi", "-L").stdout, chosen)
-    names = sorted({gpu["name"] + (f", {gib:.0f} GiB" if (gib := _gib(gpu, "total")) else "") for gpu in rows})
+    names = sorted(
+        {gpu["name"] + (f", {gib:.0f} GiB" if (gib := _read_gpu_memory(gpu, "total")) else "") for gpu in rows}
+    )
     value = f"{len(ids)} visible of {len(rows)}" + ("" if chosen is None else f" (CUDA_VISIBLE_DEVICES={chosen})")
     value += f": {'; '.join(names)}"
     if machine.device == "cpu":
         findings.append(warning(f"{value}, but this is a CPU environment", _TRAIN_ON_THEM))
     else:
-        findings.append(first_finding(value, (not ids, PROBLEM, "unset CUDA_VISIBLE_DEVICES, or set it to GPUs")))
+        findings.append(apply_first_rule(value, (not ids, PROBLEM, "unset CUDA_VISIBLE_DEVICES, or set it to GPUs")))
     if machine.device == "cuda":
         version = rows[0]["driver_version"]
         old = preflight.old_driver(version, machine.environment)
@@ -76,22 +79,24 @@ def gpus(machine: Machine) -> Finding:
         findings.append(warning(f"{value}, but Slurm granted {granted}", fix))
     visible = [gpu for gpu in rows if any(id == gpu["index"] or gpu["uuid"].startswith(id) for id in ids)]
     for gpu in visible:
-        if _gib(gpu, "used") > 1:
-            used = f"GPU {gpu['index']}: {_gib(gpu, 'used'):.1f} of {_gib(gpu, 'total'):.0f} GiB are in use"
+        if _read_gpu_memory(gpu, "used") > 1:
+            memory = f"{_read_gpu_memory(gpu, 'used'):.1f} of {_read_gpu_memory(gpu, 'total'):.0f} GiB"
+            used = f"GPU {gpu['index']}: {memory} are in use"
             fix = "wait for its processes (nvidia-smi lists them), or set CUDA_VISIBLE_DEVICES to other GPUs"
             findings.append(warning(used, fix))
     return combine_findings(findings)
 
 
-def _gib(gpu: dict[str, str], kind: str) -> float:
-    """Return a GPU's ``memory.total`` or ``memory.used`` in GiB; 0 if the driver does not report it (``[N/A]``)."""
+def _read_gpu_memory(gpu: dict[str, str], kind: str) -> float:
+    """Return the field ``memory.KIND`` (total or used) of a row of nvidia-smi in GiB; 0 if it is not a number."""
     return int(gpu[f"memory.{kind}"]) / 1024 if gpu[f"memory.{kind}"].isdigit() else 0.0
 
 
 def slurm(machine: Machine) -> Finding:
     """Slurm's partitions, GPUs, nodes and the current job; time limits below the time of training.sh.
 
-    If no node is up, that is a problem; short time limits and missing commands are warnings.
+    Run sinfo. If no node is up, that is a problem; short time limits and missing commands are warnings. Without Slurm,
+    the finding is ok.
     """
     if machine.in_job and "SLURMD_NODENAME" not in machine.environment:
         message = f"job {machine.environment['SLURM_JOB_ID']}, but this is {socket.gethostname()}, outside of it"
@@ -108,7 +113,7 @@ def slurm(machine: Machine) -> Finding:
     gpu_types = sorted({part for row in rows for part in row["gres"].split(",") if part.startswith("gpu")})
     value = f"partitions {', '.join(partitions) or 'none'}; {', '.join(gpu_types) or 'no GPUs'}"
     no_gpus = machine.device == "cuda" and not gpu_types
-    findings = [first_finding(value, (no_gpus, WARNING, "ask the admins how to request GPUs: Slurm lists none"))]
+    findings = [apply_first_rule(value, (no_gpus, WARNING, "ask the admins how to request GPUs: Slurm lists none"))]
     if machine.device == "cpu" and gpu_types:
         findings = [warning(f"{value}, but this is a CPU environment", _TRAIN_ON_THEM)]
     usable_rows = [row for row in rows if re.search(r"(^|,)gpu\b", row["gres"])] or rows
@@ -118,7 +123,7 @@ def slurm(machine: Machine) -> Finding:
     usable = {row["names"]: int(row["nodes"]) for row in usable_rows if row not in lost}
     number = sum(usable.values())
     up = f"{number} node{'s' * (number != 1)} up" + (f", lost: {', '.join(names.values())}" if lost else "")
-    findings.append(first_finding(up, (lost and not usable, PROBLEM, "sinfo -R gives the reason; ask the admins")))
+    findings.append(apply_first_rule(up, (lost and not usable, PROBLEM, "sinfo -R gives the reason; ask the admins")))
     header = re.search(r"^#SBATCH --time=(\S+)", (home() / "training.sh").read_text(), re.MULTILINE)
     longest = (walltime_seconds(header[1]) if header else None) or 0.0
     for name, limit in {row["partition"]: row["time limit"] for row in (usable_rows if gpu_types else rows)}.items():
@@ -132,14 +137,15 @@ def slurm(machine: Machine) -> Finding:
 def disk(machine: Machine) -> Finding:
     """Free space for runs, downloads and temporary files (at least 20 GB), and in the home folder.
 
-    Less is a warning. Less than 1 GB, and a folder that is not writable, are problems; in the home folder, warnings.
+    Return a warning below 20 GB, and a problem below 1 GB or for a folder that is not writable. In the home folder, the
+    limit is 1 GB, and all findings are warnings.
     """
     folders = {"run_root": machine.run_root, "CACHE_ROOT": cache_root(machine.environment), "TMPDIR": machine.temporary}
     hub = {name: machine.environment.get(name) for name in ("HF_HOME", "HF_HUB_CACHE")}
     findings: list[Finding] = []
     for name, path in {**folders, **hub}.items():
-        with errors_as_findings(findings):
-            findings += [_space(name, Path(path))] if path else []
+        with record_errors_as_findings(findings):
+            findings += [_check_space(name, Path(path))] if path else []
     tmpdir = machine.environment.get("TMPDIR")
     if tmpdir and not os.access(tmpdir, os.W_OK):
         message = f"TMPDIR={tmpdir} is not writable, so {machine.temporary} is used"
@@ -147,20 +153,20 @@ def disk(machine: Machine) -> Finding:
     if not machine.home.is_dir() or not os.access(machine.home, os.W_OK):
         fix = "set HOME to your own folder: some tools always write there"
         return combine_findings([*findings, warning(f"HOME {machine.home} is not writable", fix)])
-    with errors_as_findings(findings):
+    with record_errors_as_findings(findings):
         free, fix = (
             shutil.disk_usage(machine.home).free,
             "free space; ~/.cache is often the largest (du -sh ~/.cache/*)",
         )
-        findings.append(first_finding(f"HOME {machine.home}: {gigabytes(free)} free", (free < _FULL, WARNING, fix)))
+        findings.append(apply_first_rule(f"HOME {machine.home}: {gigabytes(free)} free", (free < _FULL, WARNING, fix)))
     return combine_findings(findings)
 
 
-def _space(name: str, path: Path) -> Finding:
-    """Return a finding about the free space of a folder, or of its nearest parent that exists.
+def _check_space(name: str, path: Path) -> Finding:
+    """Check the free space of a folder, or of its nearest parent that exists; return a finding.
 
-    It is a problem if the folder is not writable or has less than 1 GB free, and a warning below 20 GB. ``name`` is the
-    variable or key that sets the folder.
+    It is a problem if the folder is not writable or has less than 1 GB free, a warning below 20 GB, otherwise ok.
+    ``name`` is the variable or key that sets the folder, for the message.
     """
     folder = nearest_existing_folder(path)
     if not os.access(folder, os.W_OK):
@@ -168,13 +174,13 @@ def _space(name: str, path: Path) -> Finding:
     free = shutil.disk_usage(folder).free
     value = f"{name} {display_path(path)}: {gigabytes(free)} free"
     larger = f"free space there, or set {name} to a larger file system"
-    return first_finding(value, (free < _FULL, PROBLEM, larger), (free < _LITTLE_SPACE, WARNING, larger))
+    return apply_first_rule(value, (free < _FULL, PROBLEM, larger), (free < _LITTLE_SPACE, WARNING, larger))
 
 
 def shared_memory(machine: Machine) -> Finding:
     """Size and free space of /dev/shm, through which weights are sent to the server (at least 1 GiB).
 
-    Less, and a folder that is not writable, are warnings.
+    Return a warning if its size or free space is below 1 GiB, or if it is not writable.
     """
     if not os.access(SHARED_MEMORY, os.W_OK):
         return warning(
@@ -185,13 +191,14 @@ def shared_memory(machine: Machine) -> Finding:
     larger = "start the container with docker run --shm-size=16g, or apptainer --bind /dev/shm"
     empty = "remove leftovers (see the check leftovers), or stop processes that use it"
     value = f"{gigabytes(free)} free of {gigabytes(size)}"
-    return first_finding(value, (size < _LITTLE_SHARED, WARNING, larger), (free < _LITTLE_SHARED, WARNING, empty))
+    return apply_first_rule(value, (size < _LITTLE_SHARED, WARNING, larger), (free < _LITTLE_SHARED, WARNING, empty))
 
 
 def leftovers(machine: Machine) -> Finding:
     """Folders of dead runs in /dev/shm and TMPDIR.
 
-    Any of them is a warning with the command that removes them.
+    Look for the user's folders ``grpo-*`` that no running process uses. If there are any, return a warning with the
+    command that removes them; nothing is removed here.
     """
     paths = [path for root in {SHARED_MEMORY, machine.temporary} for path in sorted(root.glob("grpo-*"))]
     folders = []
@@ -203,7 +210,7 @@ def leftovers(machine: Machine) -> Finding:
     alive = names_in_use(path.name for path in folders)
     dead = [path for path in folders if path.name not in alive and not is_held(path)]
     value = f"{len(dead)} of dead runs, {gigabytes(sum(size_of(path) for path in dead))}" if dead else "none"
-    return first_finding(value, (dead, WARNING, f"remove them: rm -r {shlex.join(map(str, dead))}"))
+    return apply_first_rule(value, (dead, WARNING, f"remove them: rm -r {shlex.join(map(str, dead))}"))
 
 
 # Letter of `ulimit`, name, resource, minimum of a run, status below it, fix if the hard limit is too low.
@@ -228,14 +235,15 @@ _ULIMITS = (
 def limits(machine: Machine) -> Finding:
     """Limits of open files, processes, memory, file size, CPU time and core files (ulimit).
 
-    Few open files or processes, and core files, are warnings. Any limit of memory, file size or CPU time is a problem.
+    Limits below 4,096 open files or processes, and enabled core files, are warnings. Any limit of memory, file size or
+    CPU time is a problem.
     """
     findings = []
     for letter, name, number, minimum, status, hard_fix in _ULIMITS:
         soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(number))
         fix = f"run ulimit -{letter} {hard} before sbatch, which passes on your soft limits".replace("inf", "unlimited")
         value = f"{name} (ulimit -{letter}) {soft}".replace("inf", "unlimited")
-        findings.append(first_finding(value, (soft < minimum, status, hard_fix if hard < minimum else fix)))
+        findings.append(apply_first_rule(value, (soft < minimum, status, hard_fix if hard < minimum else fix)))
     pattern = Path("/proc/sys/kernel/core_pattern")
     if resource.getrlimit(resource.RLIMIT_CORE)[0] != 0 and not pattern.read_text().startswith("|"):
         message = "a crash writes a core file as large as the process"
@@ -246,11 +254,11 @@ def limits(machine: Machine) -> Finding:
 def socket_paths(machine: Machine) -> Finding:
     """Length of socket paths in TMPDIR; the limit of unix sockets is 107 bytes.
 
-    A longer path is a problem.
+    Return a problem if the path of a run's socket would be longer.
     """
     length = preflight.socket_length(machine.temporary)
     value = f"{length} of {preflight.SOCKET_BYTES} bytes in {machine.temporary}"
-    return first_finding(
+    return apply_first_rule(
         value, (length > preflight.SOCKET_BYTES, PROBLEM, "set TMPDIR to a short path on the node, e.g. /tmp")
     )
 
@@ -258,7 +266,7 @@ def socket_paths(machine: Machine) -> Finding:
 def compiler(machine: Machine) -> Finding:
     """C compiler and Python.h, which Triton needs to build kernels on GPUs.
 
-    If one is missing, that is a problem in a CUDA environment.
+    Return a problem for each that is missing. In a CPU environment, the finding is always ok.
     """
     if machine.device != "cuda":
         return ok("none needed (CPU environment)")
@@ -269,7 +277,8 @@ def compiler(machine: Machine) -> Finding:
 def cores_and_memory(machine: Machine) -> Finding:
     """CPU cores and memory that this process may use, and whether they suffice for the visible GPUs.
 
-    Affinity and cgroup can limit them. Warn if there are fewer than 2 cores, little free memory, or too little per GPU.
+    Affinity and cgroup can limit them. Return a warning for fewer than 2 cores, for less than 4 GB of free memory, and
+    for too few cores or too little memory per visible GPU.
     """
     usable, free, (limit, _) = (
         min(len(os.sched_getaffinity(0)), preflight.cgroup_cores()),
@@ -280,10 +289,10 @@ def cores_and_memory(machine: Machine) -> Finding:
     total += f", limited to {gigabytes(limit)} here" if limit < math.inf else ""
     share = "request more (sbatch --cpus-per-task=8): server and trainer share one core"
     more_memory = "request more (sbatch --mem=64G), or stop processes that use it"
-    cores = first_finding(f"{usable:g} of {os.cpu_count() or 1} cores", (usable < 2, WARNING, share))
-    findings = [cores, first_finding(total, (free < _LITTLE_MEMORY, WARNING, more_memory))]
+    cores = apply_first_rule(f"{usable:g} of {os.cpu_count() or 1} cores", (usable < 2, WARNING, share))
+    findings = [cores, apply_first_rule(total, (free < _LITTLE_MEMORY, WARNING, more_memory))]
     if machine.device == "cuda":
-        with errors_as_findings(findings):
+        with record_errors_as_findings(findings):
             listing = machine.run_program("nvidia-smi", "-L").stdout
             gpu_count = len(select_gpus(listing, machine.environment.get("CUDA_VISIBLE_DEVICES")))
             short = preflight.find_shortages(gpu_count, usable, min(limit, free))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_recipes.console.doctor.environment import hub_token
-from grpo_recipes.console.doctor.examine import Machine, first_finding
+from grpo_recipes.console.doctor.examine import Machine, apply_first_rule
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import Assets, find_assets
 from grpo_recipes.fetch.hub import describe_gated_model, explain_access
@@ -37,7 +37,7 @@ class Case(Machine):
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """The plan of a launch here, or its ConfigError."""
+        """The plan of a launch on this machine; raise ConfigError if the recipe can't run here."""
         variables, names = self.environment, names_of(self.recipe)
         return make_plan(self.recipe, find_resources(variables), variables, names, self.sources)
 
@@ -50,8 +50,8 @@ class Case(Machine):
 def gpu_plan(case: Case) -> Finding:
     """Plan of a launch on this machine, with used and unused GPUs.
 
-    Unused GPUs are a warning, and a recipe that can't be planned is a problem. On a login node, missing GPUs are only a
-    warning.
+    Return a warning for unused GPUs, and for missing GPUs on a login node. Raise ConfigError if the recipe can't run
+    with the devices of this machine.
     """
     try:
         plan = case.plan
@@ -65,7 +65,7 @@ def gpu_plan(case: Case) -> Finding:
     gpus = len(used_gpus(plan.server_gpus, plan.placement))
     summary = f"vllm {plan.mode}, training processes: {plan.batch.world_size}" + (f", GPUs: {gpus}" if gpus else "")
     summary += f"; unused GPUs: {', '.join(plan.unused_gpus)}" if plan.unused_gpus else ""
-    return first_finding(summary, (plan.unused_gpus, WARNING, "request fewer GPUs, or change prompts_per_step"))
+    return apply_first_rule(summary, (plan.unused_gpus, WARNING, "request fewer GPUs, or change prompts_per_step"))
 
 
 def assets(case: Case) -> Finding:
@@ -92,7 +92,8 @@ def assets(case: Case) -> Finding:
 def space(case: Case) -> Finding:
     """Disk space for checkpoints (save_total_limit plus one), the model, and weight synchronization through files.
 
-    Too little is a problem, and no limit of the checkpoints a warning.
+    Return a problem if the disk, or the folder for weight files, has too little space. Return a warning if
+    save_total_limit is not set, since then the checkpoints have no limit.
     """
     disk = case.estimates.disk
     if disk is None:
@@ -101,29 +102,31 @@ def space(case: Case) -> Finding:
     needed = f"about {gigabytes(disk.total)} for {disk.checkpoints_text} and the model, {free_space} free"
     full = f"free disk space, or set {disk.fix}"
     no_limit = "set save_total_limit: 2; without it, every save_steps adds a checkpoint"
-    findings = [first_finding(needed, (not disk.fits, PROBLEM, full), (disk.checkpoints is None, WARNING, no_limit))]
+    findings = [apply_first_rule(needed, (not disk.fits, PROBLEM, full), (disk.checkpoints is None, WARNING, no_limit))]
     if case.plan.bridge in ("file", "restart"):
         folder = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else case.temporary
         free = shutil.disk_usage(folder).free
         sync_size = f"{gigabytes(disk.parts['model'])} per sync, {gigabytes(free)} free in {folder}"
         larger = f"make {folder} larger (docker run --shm-size), or free space there"
-        findings.append(first_finding(sync_size, (disk.parts["model"] > free, PROBLEM, larger)))
+        findings.append(apply_first_rule(sync_size, (disk.parts["model"] > free, PROBLEM, larger)))
     return combine_findings(findings)
 
 
 def training_memory(case: Case) -> Finding:
     """Peak memory of trainers and server on the GPUs or on this machine, as estimated by `grpo plan`.
 
-    A need above the available memory is a problem. If a size is unknown, nothing is checked.
+    Return a problem if the estimate exceeds the available memory, otherwise ok, also if it can't be estimated.
     """
     needs = case.estimates.memory
     if case.estimates.unknown:
         return ok(f"not estimated: {case.estimates.unknown}")
     if case.plan.device == "cuda":
         value = "; ".join(f"{role} {need}" for role, need in needs.items())
-        return first_finding(value, *((not need.fits, PROBLEM, f"set {need.fix}") for need in needs.values()))
+        return apply_first_rule(value, *((not need.fits, PROBLEM, f"set {need.fix}") for need in needs.values()))
     # On CPU, all processes share the memory of the machine.
     processes = {"trainer": case.plan.batch.world_size, "server": 1}
     needed, free = sum(need.total * processes[role] for role, need in needs.items()), free_memory()
     fix = "request more (sbatch --mem), or use a smaller model"
-    return first_finding(f"about {gigabytes(needed)}, {gigabytes(free)} of memory free", (needed > free, PROBLEM, fix))
+    return apply_first_rule(
+        f"about {gigabytes(needed)}, {gigabytes(free)} of memory free", (needed > free, PROBLEM, fix)
+    )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from grpo_recipes.console.doctor.examine import all_findings, first_finding
+from grpo_recipes.console.doctor.examine import apply_all_rules, apply_first_rule
 from grpo_recipes.recipe.registry import SOURCE_REWARD
 from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, ok
 from grpo_recipes.runs.health import UNSCORED, ZERO_REWARD, find_notices
@@ -24,15 +24,18 @@ _PHASE_FIXES = {
 }
 
 
-def _level(name: str, description: str, key: str, *notices: str, worst: str = PROBLEM) -> Callable[[Run], Finding]:
-    """Return the check of the metric ``key``, with ``name`` and ``description`` as its name and docstring.
+def _make_level_check(
+    name: str, description: str, key: str, *notices: str, worst: str = PROBLEM
+) -> Callable[[Run], Finding]:
+    """Create a check function for one metric of a run; ``name`` and ``description`` become its name and docstring.
 
-    The finding has the first and the latest value of the metric. It is a problem or warning if the run has one of the
-    ``notices``; the first of them is shown. A serious notice gives the status ``worst``.
+    The check returns a finding with the first and the latest value of the column ``key`` in ``metrics.jsonl``.
+    ``notices`` are names of training problems that ``find_notices`` may detect in the run. The first detected one is
+    shown: as a finding of status ``worst`` if it is serious, otherwise as a warning.
     """
 
     def check_level(run: Run) -> Finding:
-        """Return the finding about the metric in a run."""
+        """Return the finding about the metric: ok, or the status of the first detected notice."""
         values, recent = run.numbers(key), run.recent(key)
         run_notices = {notice.name: notice for notice in find_notices(run.rows, run.value, over=not run.is_running())}
         change = "no value that is a number" if recent is None else f"{values[0]:.3g} -> {recent:.3g}"
@@ -43,7 +46,7 @@ def _level(name: str, description: str, key: str, *notices: str, worst: str = PR
         if key in _UNMEASURED and all(row.get(key) is None for row in run.rows):
             return ok(f"not measured: {_UNMEASURED[key]}")
         zero = not run.is_running() and not any(abs(value) >= ZERO_REWARD for value in values)  # too short for a notice
-        return first_finding(
+        return apply_first_rule(
             change,
             (key == "reward" and recent is None, PROBLEM, "see the check no verdict"),
             (key == "reward" and zero, PROBLEM, "check the reward: grpo check-rewards RECIPE"),
@@ -54,24 +57,37 @@ def _level(name: str, description: str, key: str, *notices: str, worst: str = PR
 
 
 LEVELS = (
-    _level("reward", "Whether any completion earned a reward, and whether rewards differ within a group.", "reward",
-           "zero reward", "no signal", "few signals"),
-    _level("truncated", "Share of completions truncated at max_completion_length.", "completions/clipped_ratio",
-           "all cut off", "cut off", worst=WARNING),
-    _level("kl", "KL divergence from the reference, in nats per token; above 1, it is far away.", "kl", "kl"),
-    _level("entropy", "Entropy of the policy on its completions; near 0, all samples are equal.", "entropy",
-           "entropy", worst=WARNING),
-    _level("gradients", "Whether loss, gradient norm and learning rate are finite, not 0, and small.", "grad_norm",
-           "not finite", "no gradient", "learning rate", "steep"),
-    _level("maxent", "Whether MaxEnt-GRPO weights favor right answers, and tau is not at a limit of its controller.",
-           "maxent/tau", "tau at its limit", "wrong weights", worst=WARNING),
+    _make_level_check(
+        "reward", "Whether any completion earned a reward, and whether rewards differ within a group.", "reward",
+        "zero reward", "no signal", "few signals",
+    ),
+    _make_level_check(
+        "truncated", "Share of completions truncated at max_completion_length.", "completions/clipped_ratio",
+        "all cut off", "cut off", worst=WARNING,
+    ),
+    _make_level_check(
+        "kl", "KL divergence from the reference, in nats per token; above 1, it is far away.", "kl", "kl"
+    ),
+    _make_level_check(
+        "entropy", "Entropy of the policy on its completions; near 0, all samples are equal.", "entropy",
+        "entropy", worst=WARNING,
+    ),
+    _make_level_check(
+        "gradients", "Whether loss, gradient norm and learning rate are finite, not 0, and small.", "grad_norm",
+        "not finite", "no gradient", "learning rate", "steep",
+    ),
+    _make_level_check(
+        "maxent", "Whether MaxEnt-GRPO weights favor right answers, and tau is not at a limit of its controller.",
+        "maxent/tau", "tau at its limit", "wrong weights", worst=WARNING,
+    ),
 )  # fmt: skip
 
 
 def no_verdict(run: Run) -> Finding:
     """Share of completions that a reward left unscored (time limit, crash, not a number).
 
-    A high share is a warning. If nothing was scored, or the run ended because of unscored completions, it is a problem.
+    Return a warning for a high share. Return a problem if a reward scored nothing, or if the run ended because of
+    unscored completions.
     """
     shares = {key: run.recent(key) or 0.0 for key in run.keys(lambda name: name.endswith("/no_verdict"))}
     unscored = ", ".join(f"{key} {share:.0%}" for key, share in shares.items() if share > UNSCORED)
@@ -81,7 +97,7 @@ def no_verdict(run: Run) -> Finding:
     max_share = run.value("reward_max_no_verdict")
     means = run.keys(lambda name: name.startswith("rewards/") and name.endswith("/mean"))
     silent = [key.removeprefix("rewards/").removesuffix("/mean") for key in means if run.rows[-1][key] in (None, "nan")]
-    return all_findings(
+    return apply_all_rules(
         "nearly all completions are scored" if run.rows else _NOTHING.value,
         (
             "TooManyWithoutVerdict" in run.cause,
@@ -97,7 +113,7 @@ def no_verdict(run: Run) -> Finding:
 def server_agreement(run: Run) -> Finding:
     """Difference between the server's and the trainer's log-probs.
 
-    A mean ratio of probabilities below 0.8 or above 1.2 is a warning.
+    Return a warning if the mean ratio of probabilities is below 0.8 or above 1.2.
     """
     recent = run.recent("sampling/importance_sampling_ratio/mean")
     difference = run.recent("sampling/sampling_logp_difference/mean")
@@ -109,20 +125,20 @@ def server_agreement(run: Run) -> Finding:
             "lower learning_rate, or remove overlap_generation: the policy moves far from the sampling policy in a step"
         )
     far_apart = not 0.8 < recent < 1.2
-    return first_finding(f"mean difference {difference:.2g}, mean ratio {recent:.3f}", (far_apart, WARNING, fix))
+    return apply_first_rule(f"mean difference {difference:.2g}, mean ratio {recent:.3f}", (far_apart, WARNING, fix))
 
 
 def phases(run: Run) -> Finding:
     """Time of the steps by phase: sample, score, sync, save, evaluate, update.
 
-    A phase with more than half of the time is a warning, except sample and update.
+    Return a warning if a phase except sample and update took more than half of the time.
     """
     seconds = {phase: sum(run.numbers(f"seconds/{phase}")) for phase in _PHASES}
     total = sum(seconds.values())
     if not total:
         return _NOTHING
     shares = ", ".join(f"{phase} {phase_seconds / total:.0%}" for phase, phase_seconds in seconds.items())
-    return first_finding(
+    return apply_first_rule(
         shares, *((seconds[name] > _DOMINATES * total, WARNING, fix) for name, fix in _PHASE_FIXES.items())
     )
 
@@ -130,7 +146,7 @@ def phases(run: Run) -> Finding:
 def start(run: Run) -> Finding:
     """Seconds from the launch to the first step: start of server, model and data.
 
-    More than 5 minutes, if that is also longer than all steps, is a warning.
+    Return a warning if this took more than 5 minutes and also longer than all steps together.
     """
     if not run.rows or run.summary.get("restarts"):
         return ok("unknown for a resumed run") if run.rows else _NOTHING
@@ -142,4 +158,4 @@ def start(run: Run) -> Finding:
         "use max_train_prompts or dataset_streaming, or read each dataset only once"
     )
     value = f"{seconds:.0f} s before {len(run.rows)} steps of {steps:.0f} s"
-    return first_finding(value, (seconds > max(_SLOW_START, steps), WARNING, fix))
+    return apply_first_rule(value, (seconds > max(_SLOW_START, steps), WARNING, fix))

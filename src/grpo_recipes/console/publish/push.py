@@ -47,29 +47,32 @@ class Target:
         return f"{self.repo} ({self.branch}; {kind})" + (f"; {self.note}" if self.note else "")
 
 
-def repository_name(recipe: Recipe, run_name: str) -> str:
-    """Return the repository's name: ``hub_model_id`` (with or without a user), or the run's name."""
+def choose_repository_name(recipe: Recipe, run_name: str) -> str:
+    """Return the name of the model repository: ``hub_model_id`` (with or without a user), or else the run's name.
+
+    Characters that the hub does not accept are replaced in the run's name.
+    """
     return str(recipe["hub_model_id"] or re.sub(r"[^\w.-]+|--+|\.\.+", "-", run_name).strip("-."))
 
 
-def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -> Target | None:
-    """Return where the run publishes its model, or None without ``push_to_hub``.
+def check_push_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -> Target | None:
+    """Check before a run that its model can be pushed; return the repository, or None without ``push_to_hub``.
 
-    ``run_name`` is the default of ``hub_model_id``. The target may have a note for the user. Raise ConfigError if the
-    hub does not answer, there is no login, or the account may not write there.
+    ``run_name`` is the default of ``hub_model_id``. The target has a note if its visibility or the permission is
+    uncertain. Raise ConfigError if the hub does not answer, there is no login, or the account may not write there.
     """
     if not recipe["push_to_hub"]:
         return None
-    where, name = recipe.source("push_to_hub"), repository_name(recipe, run_name)
+    where, name = recipe.source("push_to_hub"), choose_repository_name(recipe, run_name)
     if not hub_answers(environment):
         fix = f"remove it, and publish later on a machine that reaches the hub: hf upload {name} <run>/model"
         raise config_error(where, f"push_to_hub can't work here: {explain_unreachable_hub(environment)}", fix)
     from huggingface_hub import errors
 
-    account, api = _account(where, "push_to_hub", environment)
-    hub_errors, private = _hub_errors(), recipe["hub_private_repo"] is not False
+    account, api = _get_account(where, "push_to_hub", environment)
+    hub_errors, private = _list_hub_errors(), recipe["hub_private_repo"] is not False
     location = recipe.location("hub_model_id" if recipe.is_set("hub_model_id") else "push_to_hub")
-    repo, note = _writable_repo(location, name, account, "set hub_model_id: {}")
+    repo, note = _find_writable_repo(location, name, account, "set hub_model_id: {}")
     try:
         if private and not note and not api.repo_info(repo).private:
             note = f"{repo} exists and is public: hub_private_repo changes only new repositories"
@@ -80,20 +83,21 @@ def need_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -
     return Target(repo, private, recipe["hub_revision"] or "main", note)
 
 
-def need_dataset(name: str, where: str, environment: Mapping[str, str]) -> str:
-    """Return ``user/name`` of a dataset repository that this account may write to.
+def check_dataset_repository(name: str, where: str, environment: Mapping[str, str]) -> str:
+    """Check that the account may write to the dataset repository ``name``; return it as ``user/name``.
 
-    ``where`` is the flag that requests the push. Raise ConfigError in the same cases as ``need_target``.
+    ``where`` is the flag that requests the push. Raise ConfigError if the hub does not answer, there is no login, or
+    the account may not write there.
     """
     if not hub_answers(environment):
         fix = "leave it out, and push the file on a machine that reaches the hub: hf upload --repo-type dataset"
         raise config_error(where, f"can't work here: {explain_unreachable_hub(environment)}", fix)
-    account, _ = _account(where, where, environment)
-    return _writable_repo(where, name, account, f"use {where} {{}}")[0]
+    account, _ = _get_account(where, where, environment)
+    return _find_writable_repo(where, name, account, f"use {where} {{}}")[0]
 
 
 def push_dataset(repo: str, file: Path, private: bool, message: str) -> str:
-    """Create the dataset repository if needed, add a commit with one file, and return its URL."""
+    """Create the dataset repository if needed, upload one file to it as a commit, and return the repository's URL."""
     from huggingface_hub import HfApi
 
     limit_every_wait(_PUSH_TIMEOUT)
@@ -105,30 +109,32 @@ def push_dataset(repo: str, file: Path, private: bool, message: str) -> str:
     return f"{api.endpoint}/datasets/{repo}"
 
 
-def _hub_errors() -> tuple[type[Exception], ...]:
-    """Return the exception types of the hub's client that mean: no usable answer."""
+def _list_hub_errors() -> tuple[type[Exception], ...]:
+    """Return the exception types of the hub's client: HTTP errors, a missing login, and a failed connection."""
     import httpx  # takes 0.3 s, so only for a push
     from huggingface_hub import errors
 
     return errors.HfHubHTTPError, errors.LocalTokenNotFoundError, httpx.TransportError
 
 
-def _account(where: str, option: str, environment: Mapping[str, str]) -> tuple[dict[str, Any], Any]:
-    """Return the data of the account that is logged in, and a client of the hub.
+def _get_account(where: str, option: str, environment: Mapping[str, str]) -> tuple[dict[str, Any], Any]:
+    """Request the data of the account that is logged in; return it with a client of the hub.
 
-    ``option`` is the key or flag that needs the login, and ``where`` its place. ConfigError if the hub does not confirm
-    a login.
+    ``option`` is the key or flag that needs the login, and ``where`` its place, for the message. Raise ConfigError if
+    the hub does not confirm a login.
     """
     from huggingface_hub import HfApi
 
     limit_every_wait(_CHECK_TIMEOUT)
     api, message = HfApi(endpoint=endpoint(environment)), f"{option} needs a login, which the hub did not confirm"
-    with translate(_hub_errors(), lambda error: config_error(where, f"{message} ({format_error_line(error)})", _LOGIN)):
+    with translate(
+        _list_hub_errors(), lambda error: config_error(where, f"{message} ({format_error_line(error)})", _LOGIN)
+    ):
         return api.whoami(), api
 
 
-def _writable_repo(where: str, name: str, account: dict[str, Any], fix: str) -> tuple[str, str]:
-    """Return ``user/name`` of a repository that this account may write to, and a note.
+def _find_writable_repo(where: str, name: str, account: dict[str, Any], fix: str) -> tuple[str, str]:
+    """Return ``user/name`` of a repository, with the user added if ``name`` has none, and a note.
 
     The note is empty, or explains that only the push can confirm the permission. ``fix`` is a format string for the
     repository's name. Raise ConfigError if the account may not write there.
@@ -147,9 +153,10 @@ def _writable_repo(where: str, name: str, account: dict[str, Any], fix: str) -> 
 
 
 def main(path: str) -> int:
-    """Push as the job file ``path`` describes, and write its result file; return 0, or 1 if every attempt failed.
+    """Push the model that the JSON file ``path`` describes, and write the result file that it names.
 
-    After a failure, wait for the next of the job's ``waits`` (in seconds) and try again.
+    After a failure, wait for the next of the job's ``waits`` (in seconds) and try again. Return 0, or 1 if every
+    attempt failed.
     """
     job = json.loads(Path(path).read_text())
     target, model, result = Target(**job["target"]), Path(job["model"]), Path(job["result"])
@@ -157,7 +164,7 @@ def main(path: str) -> int:
     for wait in (0.0, *job["waits"]):
         time.sleep(wait)
         try:
-            write_json(result, push(target, model))
+            write_json(result, push_model(target, model))
             return 0
         except Exception as failure:  # the launcher reports every failure
             error = f"{type(failure).__name__}: {format_error_line(failure)}"
@@ -166,15 +173,15 @@ def main(path: str) -> int:
     return 1
 
 
-def model_files(folder: Path) -> list[Path]:
-    """Return the files of the model (weights, configuration, tokenizer), or [] without complete weights."""
+def list_model_files(folder: Path) -> list[Path]:
+    """Return the files of a model folder to push (weights, configuration, tokenizer), or [] without safetensors."""
     paths = [*folder.iterdir(), *folder.glob(f"{_TEMPLATES}*")]
     files = [path for path in paths if path.name.endswith(_MODEL_SUFFIXES) and path.name not in _STATE]
     return sorted(files) if any(path.name.endswith(".safetensors") for path in files) else []
 
 
-def push(target: Target, model: Path) -> dict[str, Any]:
-    """Create the repository and the branch if needed, and add one commit with the files of the model.
+def push_model(target: Target, model: Path) -> dict[str, Any]:
+    """Create the repository and the branch if needed, and add one commit with the files in the folder ``model``.
 
     The commit removes weights and chat templates of earlier models, since loaders prefer an old model.safetensors to
     new shards. A single commit keeps the newest revision complete; ``HfApi.upload_folder`` may make several commits.
@@ -186,7 +193,7 @@ def push(target: Target, model: Path) -> dict[str, Any]:
     api.create_repo(target.repo, private=target.private, exist_ok=True)
     if target.branch != "main":
         api.create_branch(target.repo, branch=target.branch, exist_ok=True)
-    files = {str(path.relative_to(model)): path for path in model_files(model)}
+    files = {str(path.relative_to(model)): path for path in list_model_files(model)}
     old_files = [name for name in api.list_repo_files(target.repo, revision=target.branch) if name not in files]
     weights = [name for name in old_files if "/" not in name and name.endswith(_WEIGHTS)]
     templates = [name for name in old_files if name.startswith(_TEMPLATES)]

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from grpo_recipes.console.report.page import ENOUGH_SEEDS, clamp, compact, minus, short
+from grpo_recipes.console.report.page import ENOUGH_SEEDS, clamp, compact, short, use_minus_signs
 from grpo_recipes.console.report.read import Column, Scored, Table
 from grpo_recipes.runs.health import drop_missing, mean
 from grpo_recipes.stats import half_interval
@@ -27,32 +27,32 @@ Marks = list[tuple[float, str]]  # (position from 0 to 1, label) next to a drawi
 
 @dataclass(frozen=True)
 class Axis:
-    """A range and the round numbers marked on it."""
+    """An axis of a chart: its lowest and highest value, and the numbers marked on it."""
 
     low: float
     high: float
     ticks: tuple[float, ...]
 
     def share(self, value: float) -> float:
-        """Return the position of a value between low (0) and high (1), clamped to this range."""
+        """Return the position of a value on the axis as a fraction: 0.0 at ``low``, 1.0 at ``high``, clamped."""
         return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
 
     def marks(self, text: Callable[[float], str] | None = None) -> Marks:
         """Return position (0 to 1) and label of each tick; ``text`` formats a tick, and labels are always distinct."""
-        labels = [(text or _tick_text)(tick) for tick in self.ticks]
+        labels = [(text or _format_tick)(tick) for tick in self.ticks]
         if len(set(labels)) < len(labels):
             scale, unit = (100, " %") if labels[0].endswith("%") else (1, "")
             digits = 1 - math.floor(math.log10(scale * min(b - a for a, b in itertools.pairwise(self.ticks))))
-            labels = [minus(f"{scale * tick:,.{max(0, digits)}f}{unit}") for tick in self.ticks]
+            labels = [use_minus_signs(f"{scale * tick:,.{max(0, digits)}f}{unit}") for tick in self.ticks]
         return [(self.share(tick), label) for tick, label in zip(self.ticks, labels, strict=True)]
 
 
-def _tick_text(tick: float) -> str:
-    """Return the label of a tick, without an exponent if it is of usual size."""
-    return minus(f"{tick:,g}") if 1e-3 <= abs(tick) < 1e5 else short(tick)
+def _format_tick(tick: float) -> str:
+    """Return the label of a tick: 1,234 or 0.05; with an exponent or suffix below 0.001 and from 100,000."""
+    return use_minus_signs(f"{tick:,g}") if 1e-3 <= abs(tick) < 1e5 else short(tick)
 
 
-def axis(low: float, high: float, count: int = 4, *, whole: bool = False) -> Axis:
+def make_axis(low: float, high: float, count: int = 4, *, whole: bool = False) -> Axis:
     """Return an axis that contains ``low`` and ``high`` and has ticks at round numbers, about ``count`` intervals.
 
     With ``whole``, all ticks are integers.
@@ -69,12 +69,12 @@ def axis(low: float, high: float, count: int = 4, *, whole: bool = False) -> Axi
     return Axis(min(low, ticks[0]), max(high, ticks[-1]), ticks)  # a tick may be 1e-16 short of the value
 
 
-def step_axis(steps: Sequence[float], count: int = 5) -> Axis:
+def make_step_axis(steps: Sequence[float], count: int = 5) -> Axis:
     """Return the axis of optimizer steps, from the first to the last step, with integer ticks."""
     low, high = min(steps), max(steps)
     if low == high:
         return Axis(low - 0.5, high + 0.5, (low,))
-    marks = axis(low, high, count, whole=all(float(step).is_integer() for step in steps)).ticks
+    marks = make_axis(low, high, count, whole=all(float(step).is_integer() for step in steps)).ticks
     inside = [mark for mark in marks if low <= mark <= high]
     gap = 0.6 * (marks[1] - marks[0])
     first = [low] if not inside or inside[0] - low > gap else []
@@ -82,24 +82,25 @@ def step_axis(steps: Sequence[float], count: int = 5) -> Axis:
     return Axis(low, high, (*first, *inside, *last))
 
 
-def window_of(count: int) -> int:
-    """Return the number of rows of the moving mean for ``count`` rows: odd, about a fifteenth of them.
+def choose_window(count: int) -> int:
+    """Return the number of rows over which a curve of ``count`` rows is averaged: odd, about a fifteenth of them.
 
-    Below 20 rows the result is 1, that is, no mean.
+    Below 20 rows, return 1: no average.
     """
     return 1 if count < 20 else max(3, count // 15 | 1)
 
 
-def buckets(count: int, limit: int = 240) -> list[slice]:
-    """Divide ``count`` rows into at most ``limit`` slices of nearly equal length."""
+def split_rows(count: int, limit: int = 240) -> list[slice]:
+    """Return at most ``limit`` slices of nearly equal length that together cover ``count`` rows."""
     parts = min(count, limit)
     return [slice(index * count // parts, (index + 1) * count // parts) for index in range(parts)]
 
 
-def smooth(values: Column, parts: Sequence[slice], window: int = 1) -> Column:
-    """Return a smoothed value for each slice in ``parts``; None if it has no values.
+def smooth_values(values: Column, parts: Sequence[slice], window: int = 1) -> Column:
+    """Return a mean for each slice of ``values`` in ``parts``: the points of a smoothed curve.
 
-    A value is the mean over the rows of its slice and over the ``window`` rows around the middle of the slice.
+    The mean covers the rows of the slice, and the ``window`` rows around its middle if these are more. It is None if
+    none of these rows has a value.
     """
     line: Column = []
     for part in parts:
@@ -109,10 +110,11 @@ def smooth(values: Column, parts: Sequence[slice], window: int = 1) -> Column:
     return line
 
 
-def usual_range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the lowest and highest value without rare outliers.
+def find_usual_range(values: Sequence[float]) -> tuple[float, float]:
+    """Return the lowest and the highest value to draw, without rare outliers.
 
-    This is the range from the 1st to the 99th percentile with a margin, or the whole range if that is smaller.
+    This is the range from the 1st to the 99th percentile, extended on both sides by 1.5 times its length, and cut at
+    the lowest and the highest value. With fewer than 20 values, none is an outlier.
     """
     ordered = sorted(values)
     rare = max(1, len(ordered) // 100) if len(ordered) >= 20 else 0
@@ -123,7 +125,7 @@ def usual_range(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart of N points."""
+    """A curve of a chart: N points, drawn as a line, as dots or as an area."""
 
     label: str
     x: Sequence[float]  # increasing
@@ -136,31 +138,32 @@ class Curve:
 
     @property
     def ranges(self) -> str:
-        """The edges of the band as text for page.js; "" if the band has no label."""
+        """The lower and upper edge of the band at each point, as text for page.js; "" if the band has no label."""
         pairs = zip(*self.band, strict=True) if self.band and self.band_label else ()
         return " ".join("-" if None in pair else compact(pair).replace(" ", ":") for pair in pairs)
 
 
-def curve_of(
+def make_curve(
     tables: Sequence[Table], name: str, label: str, colour: int = 1, kind: str = "line", *, window: int | None = None,
     behind: bool = True, limits: tuple[float | None, float | None] = (None, None),
 ) -> Curve:  # fmt: skip
-    """Return the metric ``name`` of one or several runs as a smoothed line; ``tables`` has a table per run.
+    """Return a smoothed curve of the metric ``name``; ``tables`` has one table of metrics per run.
 
-    With ``behind``, the values of a single run (or ranges of many values) are drawn faintly behind the line. Several
-    runs have the mean of their lines, and behind it the 95 % interval cut at ``limits``, or each run if they are few.
-    ``window`` is the number of rows of the moving mean, by default ``window_of``.
+    For several runs, the curve is the mean of their smoothed lines. Behind it is the 95 % interval over the runs, cut
+    at ``limits``, or each run's line if there are fewer than 5. For a single run and with ``behind``, the single values
+    are behind the line, or the range of each slice if there are more than 240 rows. ``window`` is the number of
+    averaged rows, by default chosen by ``choose_window``.
     """
     longest = max((table.steps for table in tables), key=len)
-    parts, window = buckets(len(longest)), window or window_of(len(longest))
+    parts, window = split_rows(len(longest)), window or choose_window(len(longest))
     xs = [longest[part.stop - 1 if part.start else 0] for part in parts]  # the first point is at the start of the axis
-    lines = [smooth(table.column(name), parts, window) for table in tables]
+    lines = [smooth_values(table.column(name), parts, window) for table in tables]
     if len(tables) > 1:
         columns = [drop_missing(column) for column in zip(*lines, strict=True)]
         line = [mean(column) for column in columns]
         if len(tables) < ENOUGH_SEEDS:
             return Curve(label, xs, line, colour, kind, faint=lines)
-        band = around(line, [half_interval(column) for column in columns], limits)
+        band = make_band(line, [half_interval(column) for column in columns], limits)
         return Curve(label, xs, line, colour, kind, band=band, band_label="95 %")
     values, line = tables[0].column(name), lines[0]
     if not behind:
@@ -171,12 +174,12 @@ def curve_of(
     return Curve(label, xs, line, colour, kind, band=(low, high))
 
 
-def around(
+def make_band(
     middles: Column, halves: Column, limits: tuple[float | None, float | None] = (None, None)
 ) -> tuple[Column, Column]:
-    """Return the lower and the upper edge of a band of ``middles`` plus and minus ``halves``, clamped to ``limits``.
+    """Return the edges of a band: the columns ``middles - halves`` and ``middles + halves``, clamped to ``limits``.
 
-    Points are None if the middle or the half is None.
+    An entry is None if its middle or its half is None.
     """
     pairs = list(zip(middles, halves, strict=True))
     low, high = (
@@ -185,10 +188,11 @@ def around(
     return low, high
 
 
-def stretches(rows: Sequence[Sequence[float | None]]) -> list[list[tuple[float, ...]]]:
-    """Return the rows without None, split at gaps that are longer than the usual distance between them.
+def split_at_gaps(rows: Sequence[Sequence[float | None]]) -> list[list[tuple[float, ...]]]:
+    """Drop the rows that contain None, and split the other rows at gaps; return the parts.
 
-    For example, if a generation is used for two steps, its metrics are on every second row, which is not a gap.
+    A gap is a distance between two kept rows that exceeds the median distance. For example, if a generation is used for
+    two steps, its metrics are on every second row, which is not a gap.
     """
     complete = [index for index, row in enumerate(rows) if None not in row]
     distances = [following - index for index, following in itertools.pairwise(complete)]
@@ -203,7 +207,7 @@ def stretches(rows: Sequence[Sequence[float | None]]) -> list[list[tuple[float, 
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves in one frame; at least one curve has a value."""
+    """A chart: curves that share two axes. At least one curve has a value."""
 
     title: str
     curves: Sequence[Curve]
@@ -218,19 +222,24 @@ class Chart:
     @functools.cached_property
     def across(self) -> Axis:
         """The horizontal axis: all points of the curves; for minutes, from 0."""
-        return step_axis([*([] if self.x_name == "step" else [0.0]), *[x for curve in self.curves for x in curve.x]])
+        return make_step_axis(
+            [*([] if self.x_name == "step" else [0.0]), *[x for curve in self.curves for x in curve.x]]
+        )
 
     @functools.cached_property
     def up(self) -> Axis:
-        """The vertical axis: contains the lines and nearly all faint values, and starts at 0 if 0 is near."""
+        """The vertical axis: ``bounds`` if they contain the lines, else a range with nearly all values.
+
+        It starts or ends at 0 if 0 is near.
+        """
         lines = [value for curve in self.curves for value in drop_missing(curve.line)]
-        low, high = usual_range(lines)
+        low, high = find_usual_range(lines)
         if self.bounds and self.bounds[0] <= low <= high <= self.bounds[1]:
             low, high = self.bounds
         else:
             columns = [column for curve in self.curves for column in (*curve.faint, *(curve.band or ()))]
             behind = [value for column in columns for value in drop_missing(column)]
-            few, many = usual_range(behind) if behind else (low, high)
+            few, many = find_usual_range(behind) if behind else (low, high)
             low, high = min(low, few), max(high, many)
         if 0 < low <= 0.5 * high or low < 0 <= min(lines):
             low = 0.0
@@ -238,7 +247,7 @@ class Chart:
             high = 0.0
         if self.shares:
             low, high = max(low, 0.0), min(high, 1.0)
-        return axis(low, high, 5 if self.large else 4)
+        return make_axis(low, high, 5 if self.large else 4)
 
     @property
     def outside(self) -> int:
@@ -247,16 +256,18 @@ class Chart:
         return sum(not self.up.low <= value <= self.up.high for column in columns for value in drop_missing(column))
 
     def path(self, kind: str, xs: Sequence[float], *edges: Column) -> str:
-        """Return the ``d`` attribute of an SVG path: a line along one edge, or the area between two edges.
+        """Return the ``d`` attribute of an SVG path: a line along one column of ``edges``, or the area between two.
 
         Gaps that are longer than the usual distance of values interrupt it. ``kind`` "dots" draws each point
         separately, and other kinds connect the points of an edge. A separate point, or the only point between two gaps,
         is a line of length 0, which round line ends make visible.
         """
         parts = []
-        for stretch in stretches(list(zip(xs, *edges, strict=True))):
+        for stretch in split_at_gaps(list(zip(xs, *edges, strict=True))):
             xs_of_stretch, *values = zip(*stretch, strict=True)
-            lines = [[self._point(x, y) for x, y in zip(xs_of_stretch, column, strict=True)] for column in values]
+            lines = [
+                [self._format_point(x, y) for x, y in zip(xs_of_stretch, column, strict=True)] for column in values
+            ]
             if len(lines) == 2:
                 parts.append(f"M{'L'.join(lines[1] + lines[0][::-1])}z")
             elif kind == "dots" or len(stretch) == 1:
@@ -266,20 +277,23 @@ class Chart:
         return "".join(parts)
 
     def lone_points(self, curve: Curve) -> str:
-        """Return the SVG path of points without a neighbor, to be drawn as dots, since the line itself is too thin."""
+        """Return the SVG path of a line's points between two gaps, which must be drawn as dots to be visible.
+
+        Return "" for curves of kind "dots" and "layer".
+        """
         if curve.kind in ("dots", "layer"):
             return ""
-        parts = stretches(list(zip(curve.x, curve.line, strict=True)))
-        return "".join(f"M{self._point(*part[0])}h0" for part in parts if len(part) == 1)
+        parts = split_at_gaps(list(zip(curve.x, curve.line, strict=True)))
+        return "".join(f"M{self._format_point(*part[0])}h0" for part in parts if len(part) == 1)
 
-    def _point(self, x: float, y: float) -> str:
-        """Return a point in the units of the drawing, as text for an SVG path."""
+    def _format_point(self, x: float, y: float) -> str:
+        """Return the SVG coordinates "X Y" of a point, in units of the drawing (2000 wide, 1000 high, Y downwards)."""
         return f"{round(WIDTH * self.across.share(x))} {round(HEIGHT * (1 - self.up.share(y)))}"
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """The distribution of completions' rewards over the steps, and in the first and last steps."""
+    """The distribution of the rewards of single completions: at each of N steps, and in the first and last steps."""
 
     names: Sequence[str]  # (R,) names of the bins, the lowest first
     edged: bool  # True: a bin is a range, named by its lower end; False: a bin is a single value
@@ -289,20 +303,24 @@ class Histogram:
     ends: Sequence[tuple[str, Sequence[float]]]  # name and shares of the first steps, and of the last steps
 
     def marks(self) -> Marks:
-        """Return at most 8 of the names with their positions between 0 and 1, for the axis of rewards."""
+        """Return at most 8 labels of bins with their positions from 0 to 1, for the axis of rewards."""
         stride, middle = -(-len(self.names) // 8), 0.0 if self.edged else 0.5
         return [((row + middle) / len(self.names), self.names[row]) for row in range(0, len(self.names), stride)]
 
 
-def histogram(scored: Sequence[Scored]) -> Histogram | None:
-    """Return the distribution of rewards, or None for fewer than three steps with rewards."""
+def make_histogram(scored: Sequence[Scored]) -> Histogram | None:
+    """Return the distribution of rewards, or None for fewer than three steps with rewards.
+
+    Up to 8 distinct rewards get a bin each. More rewards are put into about 16 bins of equal width. The first and the
+    last tenth of the steps are also summarized.
+    """
     scored = [row for row in scored if row.rewards]
-    parts = buckets(len(scored), _HISTOGRAM_COLUMNS)
+    parts = split_rows(len(scored), _HISTOGRAM_COLUMNS)
     if len(parts) <= 2:
         return None
     values = sorted({reward for row in scored for reward in row.rewards})
     edged = len(values) > _FEW_VALUES
-    bins = list(axis(values[0], values[-1], 16).ticks[:-1]) if edged else values
+    bins = list(make_axis(values[0], values[-1], 16).ticks[:-1]) if edged else values
 
     def shares(rows: Sequence[Scored]) -> list[float]:
         """Return the share of the rewards of these rows in each bin."""
@@ -313,6 +331,6 @@ def histogram(scored: Sequence[Scored]) -> Histogram | None:
     tenth = max(1, len(scored) // 10)
     ends = [(f"steps {rows[0].step} to {rows[-1].step}" if len(rows) > 1 else f"step {rows[0].step}", shares(rows))
             for rows in (scored[:tenth], scored[-tenth:])]  # fmt: skip
-    across = step_axis([scored[part.stop - 1 if part.start else 0].step for part in parts])
-    up = axis(0.0, max(max(heights) for _, heights in ends))
+    across = make_step_axis([scored[part.stop - 1 if part.start else 0].step for part in parts])
+    up = make_axis(0.0, max(max(heights) for _, heights in ends))
     return Histogram([*map(short, bins)], edged, across, up, [shares(scored[part]) for part in parts], ends)

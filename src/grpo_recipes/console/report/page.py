@@ -45,14 +45,14 @@ def short(value: float | None) -> str:
     size = abs(value)
     if size and (size < 1e-3 or size >= 1e9):
         mantissa, exponent = f"{value:.2e}".split("e")
-        return minus(f"{float(mantissa):g}e{int(exponent)}")
+        return use_minus_signs(f"{float(mantissa):g}e{int(exponent)}")
     if size >= 10_000:
-        return minus(f"{value / 1e6:.3g}M" if size >= 1e6 else f"{value / 1e3:.3g}k")
-    return minus(f"{value:,.0f}" if float(value).is_integer() or size >= 100 else f"{value:.3g}")
+        return use_minus_signs(f"{value / 1e6:.3g}M" if size >= 1e6 else f"{value / 1e3:.3g}k")
+    return use_minus_signs(f"{value:,.0f}" if float(value).is_integer() or size >= 100 else f"{value:.3g}")
 
 
-def minus(text: str) -> str:
-    """Return a text with a minus sign instead of each hyphen."""
+def use_minus_signs(text: str) -> str:
+    """Replace each hyphen of a text by the Unicode minus sign."""
     return text.replace("-", "\u2212")
 
 
@@ -93,7 +93,7 @@ def spread_text(
 
 
 def clamp(value: float, limits: tuple[float | None, float | None]) -> float:
-    """Return ``value``, or the limit in ``limits`` (low, high) that it exceeds. A limit of None has no effect."""
+    """Return ``value`` clamped to ``limits`` (low, high). A limit of None has no effect."""
     low, high = limits
     return max(value if high is None else min(value, high), -math.inf if low is None else low)
 
@@ -109,13 +109,13 @@ def model_text(text: str) -> Markup:
         char = match[0]
         if char in _SPACES:
             return _SPACES[char]
-        return f'<i class="sp">{char}</i>' if char[0] == " " else f'<i class="ctl">{_char_name(char)}</i>'
+        return f'<i class="sp">{char}</i>' if char[0] == " " else f'<i class="ctl">{_format_char_code(char)}</i>'
 
     return Markup(_HIDDEN_OR_SPACE.sub(mark, str(escape(text))))
 
 
-def _char_name(char: str) -> str:
-    """Return the code of a character as visible text: ``\\x1b`` or ``U+200B``."""
+def _format_char_code(char: str) -> str:
+    """Return the code of a character as visible ASCII text: ``\\x1b`` below 256, otherwise ``U+200B``."""
     code = ord(char)
     return f"\\x{code:02x}" if code < 0x100 else f"U+{code:04X}"
 
@@ -128,12 +128,14 @@ def _finalize(value: Any) -> Any:
     if value is None:
         return ""
     return (
-        value if isinstance(value, Markup) else re.sub(_HIDDEN, lambda match: _char_name(match[0]), masked(str(value)))
+        value
+        if isinstance(value, Markup)
+        else re.sub(_HIDDEN, lambda match: _format_char_code(match[0]), masked(str(value)))
     )
 
 
 def value_text(value: Any) -> str:
-    """Return a recipe value as YAML text with secrets masked, before templates shorten it."""
+    """Return a recipe value as text with secrets masked: strings unchanged, other values as JSON."""
     return masked(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
@@ -145,8 +147,12 @@ def command(process: dict[str, Any]) -> str:
 
 
 @functools.cache
-def _templates() -> jinja2.Environment:
-    """Return the jinja2 environment of all pages, with the functions for numbers and texts as filters."""
+def _load_templates() -> jinja2.Environment:
+    """Return the jinja2 environment of all pages; it is created once.
+
+    Functions such as ``short`` are filters under their own names. ``page.css`` and ``page.js`` are inlined with the
+    hashes for the content security policy.
+    """
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE / "templates"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined, finalize=_finalize,
@@ -173,10 +179,10 @@ def render(template: str, **values: Any) -> str:
     """
     now = datetime.datetime.now()
     times = {"now": now.strftime("%Y-%m-%d %H:%M"), "written": round(now.timestamp())}
-    return _templates().get_template(template).render(**times, **{"live": False, **values})
+    return _load_templates().get_template(template).render(**times, **{"live": False, **values})
 
 
-def fragment(template: str, macro: str, *values: Any) -> Markup:
+def render_fragment(template: str, macro: str, *values: Any) -> Markup:
     """Return the HTML of a macro in a template, called with ``values``."""
-    output: Markup = getattr(_templates().get_template(template).module, macro)(*values)
+    output: Markup = getattr(_load_templates().get_template(template).module, macro)(*values)
     return output

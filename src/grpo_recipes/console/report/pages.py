@@ -20,10 +20,10 @@ from typing import Any
 from markupsafe import Markup
 
 from grpo_recipes.console.report import run_charts
-from grpo_recipes.console.report.chart import Chart, buckets, curve_of, histogram, window_of
-from grpo_recipes.console.report.page import ENOUGH_SEEDS, SMOKE_BADGE, fragment, render, short, spread_text
-from grpo_recipes.console.report.read import Group, RunRecord, read_rows, read_run, scored_rows
-from grpo_recipes.console.report.transcripts import Transcript, transcript_of
+from grpo_recipes.console.report.chart import Chart, choose_window, make_curve, make_histogram, split_rows
+from grpo_recipes.console.report.page import ENOUGH_SEEDS, SMOKE_BADGE, render, render_fragment, short, spread_text
+from grpo_recipes.console.report.read import Group, RunRecord, read_rows, read_run, read_scored_rows
+from grpo_recipes.console.report.transcripts import Transcript, read_transcript
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.process.reports import plural
@@ -53,18 +53,19 @@ _BASELINES = {"untrained": "before training", "random": "random guesser", "const
 def write_report(folder: Path, path: Path | None = None) -> Path:
     """Write the report of a running or ended run, by default to ``report.html`` in its directory; return the path.
 
-    Raises a ConfigError if the folder is not a run directory, and an OSError if the page can't be written.
+    Raise ConfigError if the folder is not a run directory, and OSError if the page can't be written.
     """
     run = read_run(folder)
     path = path or run.folder / "report.html"
-    write_atomically(path, run_page(run, path))
+    write_atomically(path, render_run_page(run, path))
     return path
 
 
-def report_line(folder: Path) -> str:
-    """Write the report of a run and return a line with its path; only one thread writes at a time.
+def try_write_report(folder: Path) -> str:
+    """Write ``report.html`` of a run and return a line with its path, or with the error if that fails.
 
-    An error is returned as the line and not raised, so that it does not change the exit code of the run.
+    It never raises an exception, so a failure does not change the exit code of the run. Only one thread writes at a
+    time.
     """
     try:
         with _WRITING:
@@ -73,13 +74,13 @@ def report_line(folder: Path) -> str:
         return f"report not written ({type(error).__name__}: {error}). Try again with: grpo report {shell_path(folder)}"
 
 
-def run_page(run: RunRecord, path: Path) -> str:
-    """Return the report of a run as HTML; ``path`` is the file to which it will be written, for its links."""
+def render_run_page(run: RunRecord, path: Path) -> str:
+    """Return the report of a run as HTML. ``path`` is the file for the page; links to the run's files depend on it."""
     kind = run.status if run.status in _STATUSES else "unknown"
     badges = [(f"{_STATUSES.get(run.status, '?')[0]} {run.status}", kind)]
     stamp = str(run.identity.get("timestamp", ""))
     totals = {name: sum(seconds) for name in run_charts.PHASES if (seconds := run.metrics.known(f"seconds/{name}"))}
-    charts, same = run_charts.other_metrics(run)
+    charts, same = run_charts.make_other_charts(run)
     rows, newest_file = len(run.metrics.steps), run.folder / "metrics.jsonl"
     if not newest_file.exists():
         newest_file = run.folder / "run.json"
@@ -88,35 +89,37 @@ def run_page(run: RunRecord, path: Path) -> str:
     probably_killed = run.status == "running" and silent >= max(_SILENT_SECONDS, 10 * usual)
     return render(
         "run.html.j2",
-        run=run, title=f"{run.folder.name}: {run.status}", name=run.folder.name, headline=sentence(run), kind=kind,
+        run=run, title=f"{run.folder.name}: {run.status}", name=run.folder.name, headline=make_headline(run), kind=kind,
         badges=[*badges, SMOKE_BADGE] if run.summary.get("smoke") else badges,
         reward_fix=reward_fix(Run(run.folder), str(run.summary.get("cause") or "")),
         folder=display_path(run.folder), silent=silent if probably_killed else 0.0,
         stop_requested=run.summary.get("exit_code") == EXIT_STOPPED,
         checkpoint=find_newest_complete(run.folder / "checkpoints"),
         started=re.sub(r"^(\d{4})(\d\d)(\d\d)-(\d\d)(\d\d)\d\d$", r"\1-\2-\3 \4:\5", stamp),
-        notices=notices(run), reward=run_charts.reward_chart(run), curves=run_charts.curve_charts(run),
-        rows=rows, points=len(buckets(rows)), window=window_of(rows),
-        others=charts, same=same, histogram=histogram(run.scored), baselines=_BASELINES, steps=_completions(run),
-        phase_chart=run_charts.phase_chart(run.metrics), phases=run_charts.PHASES, totals=totals,
+        notices=collect_notices(run), reward=run_charts.make_reward_chart(run),
+        curves=run_charts.make_curve_charts(run), rows=rows, points=len(split_rows(rows)), window=choose_window(rows),
+        others=charts, same=same, histogram=make_histogram(run.scored), baselines=_BASELINES,
+        steps=_render_completions(run), phase_chart=run_charts.make_phase_chart(run.metrics),
+        phases=run_charts.PHASES, totals=totals,
         files=sorted(file.name for file in run.folder.iterdir() if not file.name.startswith((".", "report."))),
         linked=path.absolute().parent == run.folder, live=run.status in UNFINISHED,
         resumed=[step for step in run.summary.get("resumed_at") or () if isinstance(step, int)],
-        tracked=wandb_address(run),
+        tracked=read_wandb_address(run),
     )  # fmt: skip
 
 
-def wandb_address(run: RunRecord) -> str:
-    """Return the address of the run in W&B, or "" if the trainer recorded none."""
+def read_wandb_address(run: RunRecord) -> str:
+    """Return the run's URL in W&B from its ``tracked.json``, or "" if the file has no http(s) address."""
     address = str(read_json(run.folder / "tracked.json").get("wandb") or "")
     return address if address.startswith(("https://", "http://")) else ""
 
 
-def sentence(run: RunRecord) -> str:
-    """Return the headline: how the run ended, how the reward changed, and whether samples were off-policy.
+def make_headline(run: RunRecord) -> str:
+    """Return the headline of a run's report: its status if not completed, and whether the reward rose or fell.
 
-    A change counts if it exceeds two standard errors of the difference between the first and the last tenth of the
-    steps (at least 3 steps each).
+    For example "Failed. Reward rose from 0.1 to 0.6 over 40 steps." The mean rewards of the first and of the last tenth
+    of the steps (at least 3 steps each) are compared. Below two standard errors, the sentence is "Reward changed
+    little". With overlap_generation, it adds "one step off-policy". Without rewards, it names the reason.
     """
     outcome, rewards = run.outcome, run.metrics.known("reward")
     status = _STATUSES.get(run.status, ("", ""))[1]
@@ -133,10 +136,11 @@ def sentence(run: RunRecord) -> str:
     return f"{status}Reward changed little, {change}."
 
 
-def notices(run: RunRecord) -> list[str]:
-    """Return sentences about problems of the training.
+def collect_notices(run: RunRecord) -> list[str]:
+    """Read the run's files and return a sentence for each problem of the training; [] if there is none.
 
-    They come from the health rules, dropped prompts, values that are inf or nan, and lines that can't be read.
+    Problems are the notices of ``find_notices``, dropped prompts that were too long, metrics that were inf or nan, and
+    unreadable lines of ``metrics.jsonl``.
     """
     metrics = run.metrics
     sentences = [
@@ -158,24 +162,25 @@ def notices(run: RunRecord) -> list[str]:
     return sentences
 
 
-def _group_key(pair: tuple[Mapping[str, Any], Transcript | None]) -> tuple[Any, ...]:
-    """Return the key of a sample's group: the prompt, and for episodes the seed, since prompts may be equal."""
+def _get_group_key(pair: tuple[Mapping[str, Any], Transcript | None]) -> tuple[Any, ...]:
+    """Return the key by which samples are grouped: the prompt and, for an episode, its environment and seed."""
     sample, episode = pair
     return sample.get("prompt"), *((episode.environment, episode.seed) if episode else ())
 
 
-def _completions(run: RunRecord) -> list[Markup]:
-    """Return the HTML of sampled completions, at up to 24 steps spread over the run.
+def _render_completions(run: RunRecord) -> list[Markup]:
+    """Return the HTML of the completions in ``samples.jsonl``, one entry for each of at most 24 steps of the run.
 
-    Of fewer steps if it is too long.
+    The steps are spread evenly and include the last one. If the HTML exceeds 700,000 characters, the number of steps is
+    halved until it fits.
     """
     last, steps = len(run.scored) - 1, []
     chosen = {round(index * last / (_MAX_STEPS - 1)) for index in range(_MAX_STEPS)}
-    for index, (scored, samples) in enumerate(scored_rows(run.folder / "samples.jsonl")):
+    for index, (scored, samples) in enumerate(read_scored_rows(run.folder / "samples.jsonl")):
         if index in chosen and samples:
-            pairs = [(sample, transcript_of(sample)) for sample in samples]
-            groups = [(key[0], list(members)) for key, members in groupby(pairs, _group_key)]
-            steps.append(fragment("completions.html.j2", "step", scored, groups, index == last))
+            pairs = [(sample, read_transcript(sample)) for sample in samples]
+            groups = [(key[0], list(members)) for key, members in groupby(pairs, _get_group_key)]
+            steps.append(render_fragment("completions.html.j2", "step", scored, groups, index == last))
     while len(steps) > 1 and sum(map(len, steps)) > _MAX_MARKUP:
         steps = [*steps[:-2:2], steps[-1]]
     return steps
@@ -186,14 +191,17 @@ def _completions(run: RunRecord) -> list[Markup]:
 _MAX_PROMPTS, _MAX_COMPLETIONS = 60, 8  # limits of prompts on the page, and of completions per prompt
 
 
-def evaluation_page(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the page of an evaluation as text, from its ``eval.json`` and scored rows of ``scores.jsonl``.
+def render_evaluation_page(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the HTML page of `grpo eval`: scores from ``eval.json`` (``result``), and samples from ``rows``.
 
-    Prompts are spread over the dataset; their number is halved until they fit the page.
+    ``rows`` are the scored rows of ``scores.jsonl``. At most 60 prompts, spread over the dataset, are shown. If their
+    HTML exceeds 700,000 characters, their number is halved until it fits.
     """
     last = len(rows) - 1
     chosen = {round(number * last / (_MAX_PROMPTS - 1)) for number in range(_MAX_PROMPTS)}
-    groups = [fragment("completions.html.j2", "judged", _select_completions(rows[index])) for index in sorted(chosen)]
+    groups = [
+        render_fragment("completions.html.j2", "judged", _select_completions(rows[index])) for index in sorted(chosen)
+    ]
     while len(groups) > 1 and sum(map(len, groups)) > _MAX_MARKUP:
         groups = groups[::2]
     names = [name.split("@") for name in score_names(result)]
@@ -210,7 +218,10 @@ def evaluation_page(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
 
 
 def _select_completions(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with its prompt as text and at most 8 completions, as many right as wrong ones if possible."""
+    """Return a scored row with its prompt as one text and at most 8 of its completions, in their order.
+
+    Right, wrong and unscored completions are selected in equal numbers if possible.
+    """
     counts, ranks = Counter[bool | None](), list[tuple[int, int]]()
     for index, completion in enumerate(row["completions"]):
         ranks.append((counts[completion["right"]], index))
@@ -230,9 +241,9 @@ BOOKKEEPING_KEYS = frozenset(
 )  # fmt: skip
 
 
-def _rewards(run: RunRecord) -> str:
-    """Return the names and weights of a run's rewards as text."""
-    names = run_charts.reward_names(run.metrics).values() or run.value("reward_funcs") or ()
+def _describe_rewards(run: RunRecord) -> str:
+    """Return the names of a run's rewards and, if the recipe sets reward_weights, the weights, as text."""
+    names = run_charts.find_reward_names(run.metrics).values() or run.value("reward_funcs") or ()
     weights = run.value("reward_weights")
     return ", ".join(map(str, names)) + (f" weighted {weights}" if weights else "")
 
@@ -244,7 +255,7 @@ _FACTS: dict[str, Callable[[RunRecord], Any]] = {
     "uncommitted changes": lambda run: "yes" if run.identity.get("code", {}).get("dirty") else "no",
     "training processes": lambda run: run.plan.get("batch", {}).get("world_size"),
     "devices": lambda run: run.plan.get("flavour"),
-    "rewards": _rewards,
+    "rewards": _describe_rewards,
     "completions per step": lambda run: run.plan.get("batch", {}).get("completions"),
 }
 # Facts that make runs hard to compare if they differ.
@@ -254,17 +265,21 @@ _WARNINGS = {
 }
 
 
-def group_of(label: str, runs: Sequence[RunRecord], number: int) -> Group:
-    """Return group ``number`` (from 0) of a comparison: its color and line style follow from the number.
+def make_group(label: str, runs: Sequence[RunRecord], number: int) -> Group:
+    """Return a group of runs with a color and a line style that depend on ``number``, its index in the comparison.
 
-    The label also names the number of seeds if there are several runs.
+    If there are several runs, their number is added to the label: "LABEL (3 seeds)".
     """
     seeds = f" ({len(runs)} seeds)" if len(runs) > 1 else ""
     return Group(label + seeds, runs, number % _COLOURS + 1, "line" if number < _COLOURS else "line dashed")
 
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
-    """Group runs that differ only in their seed; runs with equal recipe and seed become separate groups."""
+    """Return groups of runs that differ only in their seed; runs with equal recipe and seed become separate groups.
+
+    Recipe keys that do not change the training (``BOOKKEEPING_KEYS``) are ignored. The label of a group is the name of
+    its first run, its folder's name or its path: the first of these that is unique for all groups.
+    """
     by_recipe: dict[str, list[RunRecord]] = {}
     for run in runs:
         settings = {key: value for key, value in run.recipe.items() if key != "seed" and key not in BOOKKEEPING_KEYS}
@@ -279,28 +294,31 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
     names = [run.name for run in firsts], [run.folder.name for run in firsts]
     folders = [display_path(run.folder) for run in firsts]
     labels = next((candidates for candidates in names if len(set(candidates)) == len(candidates)), folders)
-    return [group_of(label, members, number) for number, (members, label) in enumerate(zip(sets, labels, strict=True))]
+    return [
+        make_group(label, members, number) for number, (members, label) in enumerate(zip(sets, labels, strict=True))
+    ]
 
 
 def write_comparison(folders: Sequence[Path], path: Path) -> Path:
-    """Write the page that compares runs, and return its path; a repeated folder counts once.
+    """Write the HTML page that compares the runs in ``folders`` to ``path``, and return ``path``.
 
-    Raises a ConfigError if a folder is not a run directory, and an OSError if the page can't be written.
+    A repeated folder counts once. Raise ConfigError if a folder is not a run directory, and OSError if the page can't
+    be written.
     """
     unique = list(dict.fromkeys(folder.resolve() for folder in folders))
-    write_atomically(path, comparison_page([read_run(folder) for folder in unique]))
+    write_atomically(path, render_comparison_page([read_run(folder) for folder in unique]))
     return path
 
 
-def comparison_page(runs: Sequence[RunRecord]) -> str:
+def render_comparison_page(runs: Sequence[RunRecord]) -> str:
     """Return the page that compares runs as HTML; runs that differ only in their seed form a group."""
     title = f"{len(runs)} runs"
-    values = comparison(group_runs(runs))
+    values = compare_groups(group_runs(runs))
     return render("compare.html.j2", title=f"{title} compared", badges=[(title, "running")], name="", **values)
 
 
-def comparison(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return the values of ``compare.html.j2`` for these groups: headline, charts, scores and differences."""
+def compare_groups(groups: Sequence[Group]) -> dict[str, Any]:
+    """Return the variables of the template ``compare.html.j2``: headline, charts, benchmark scores, differences."""
     runs = [run for group in groups for run in group.runs]
     columns = [(name, key) for run in runs for name, scores in run.benchmarks.items()
                for key in score_names(scores) if finite_number(scores[key]) is not None]  # fmt: skip
@@ -312,28 +330,29 @@ def comparison(groups: Sequence[Group]) -> dict[str, Any]:
     most = max((len(group.runs) for group in groups), default=0)
     spread = "shaded: 95 % interval of the mean over seeds" if most >= ENOUGH_SEEDS else "faint: single seeds"
     note = "Mean over the completions of a step, smoothed" + f"; {spread}" * (most > 1)
-    facts, charts = differing_facts(groups), []
+    facts, charts = find_differing_facts(groups), []
     if groups:
-        draw, metric = run_charts.metric_chart, Metric
+        draw, metric = run_charts.make_metric_chart, Metric
         charts = [draw(groups, "reward", metric("Reward", note, unit="mean reward"), large=True)]
         charts += [
             draw(groups, "eval_reward", metric("Evaluation reward", unit="mean reward"), evals=True),
-            _chart_by_time(groups),
+            _make_time_chart(groups),
         ]
         charts += [draw(groups, name) for name, known_metric in run_charts.METRICS.items() if known_metric.compared]
     return {
-        "groups": groups, "headline": comparison_sentence(groups, ranked="rewards" not in facts),
+        "groups": groups, "headline": make_comparison_headline(groups, ranked="rewards" not in facts),
         "warnings": [(_WARNINGS[name], values) for name, values in facts.items() if name in _WARNINGS],
         "drawn": [chart for chart in charts if chart], "columns": list(dict.fromkeys(columns)),
         "baselines": [(_BASELINES[name], scores) for name, scores in baselines.items() if scores],
-        "keys": differing_keys(groups), "facts": facts,
+        "keys": find_differing_keys(groups), "facts": facts,
     }  # fmt: skip
 
 
-def comparison_sentence(groups: Sequence[Group], ranked: bool) -> str:
-    """Return the headline: which group ends highest, or that the two highest are not distinguishable.
+def make_comparison_headline(groups: Sequence[Group], ranked: bool) -> str:
+    """Return a sentence: which group has the highest final reward, or that the two highest are not distinguishable.
 
-    Without ``ranked``, or with fewer than two groups that have a final reward, it only lists the groups.
+    They are distinguishable if the 95 % intervals of their means over seeds do not overlap. Without ``ranked``, or with
+    fewer than two groups that have a final reward, the sentence only lists the groups.
     """
     ended = [group for group in groups if group.finals]
     if len(ended) < 2 or not ranked:
@@ -350,26 +369,26 @@ def comparison_sentence(groups: Sequence[Group], ranked: bool) -> str:
     return f"{highest} distinguishable with {seeds}: {first.label} ends at reward {reward}, {second.label} at {other}."
 
 
-def _chart_by_time(groups: Sequence[Group]) -> Chart | None:
-    """Return the chart of every run's reward over the minutes of its steps; None if no run has both."""
+def _make_time_chart(groups: Sequence[Group]) -> Chart | None:
+    """Return a chart of the reward of every run over the minutes of training; None if no run has both metrics."""
     curves = []
     for group in groups:
         for metrics in (run.metrics for run in group.runs):
             if metrics.known("reward") and metrics.known("seconds/step"):
                 seconds = (value or 0.0 for value in metrics.column("seconds/step"))
                 timed = replace(metrics, steps=[total / 60 for total in itertools.accumulate(seconds)])
-                curves.append(curve_of([timed], "reward", group.label, group.colour, group.kind, behind=False))
+                curves.append(make_curve([timed], "reward", group.label, group.colour, group.kind, behind=False))
     return Chart("Reward by time", curves, x_name="min", y_name="mean reward") if curves else None
 
 
-def differing_keys(groups: Sequence[Group]) -> list[str]:
+def find_differing_keys(groups: Sequence[Group]) -> list[str]:
     """Return the recipe keys, except the seed, that have different values in the groups, sorted."""
     keys = sorted({key for group in groups for run in group.runs for key in run.recipe} - {"seed"})
     return [key for key in keys if len({str(group.runs[0].value(key)) for group in groups}) > 1]
 
 
-def differing_facts(groups: Sequence[Group]) -> dict[str, list[str]]:
-    """Return the facts that differ between groups: name -> one text per group."""
+def find_differing_facts(groups: Sequence[Group]) -> dict[str, list[str]]:
+    """Return the facts, such as commit, trainer and devices, that differ between groups: name -> a text per group."""
     facts = {name: [", ".join(dict.fromkeys(str(read(run)) for run in group.runs)) for group in groups]
              for name, read in _FACTS.items()}  # fmt: skip
     return {name: values for name, values in facts.items() if len(set(values)) > 1}

@@ -1,4 +1,7 @@
-"""Read a run for the report; tolerates runs that are running or were killed."""
+"""Read a run directory for the report: ``read_run`` returns a ``RunRecord`` with metrics, evaluations and rewards.
+
+The run may still be running or may have been killed: missing files are empty, and damaged lines are counted.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ Column = list[float | None]
 
 @dataclass
 class Table:
-    """Rows of a JSONL file as columns of numbers."""
+    """Rows of ``metrics.jsonl`` or ``eval.jsonl`` as columns of numbers."""
 
     steps: list[float] = field(default_factory=list)  # the optimizer step of each row
     columns: dict[str, Column] = field(default_factory=dict)  # a value for each row; None: missing, or not finite
@@ -28,7 +31,7 @@ class Table:
     unreadable: int = 0  # lines that are not a JSON row with a step; a torn last line is not counted
 
     def column(self, name: str) -> Column:
-        """Return a value per row, None if the row has no finite value; all None for an unknown name."""
+        """Return the column ``name`` with an entry per row: None for rows without a finite value, or without it."""
         return self.columns.get(name, [None] * len(self.steps))
 
     def known(self, name: str) -> list[float]:
@@ -76,7 +79,7 @@ class RunRecord(Run):
 
     @property
     def benchmarks(self) -> dict[str, dict[str, Any]]:
-        """The scores of each benchmark by name, from the summary."""
+        """The scores of each benchmark, from the summary: benchmark -> score name -> value; {} without benchmarks."""
         benchmarks = self.summary.get("benchmarks")
         pairs = benchmarks.items() if isinstance(benchmarks, dict) else ()
         return {name: scores for name, scores in pairs if isinstance(scores, dict)}
@@ -113,7 +116,7 @@ class Group:
 
     @property
     def limits(self) -> tuple[float | None, float | None]:
-        """The lowest and highest reward of a single completion; means of rewards lie between them."""
+        """The lowest and highest reward of a single completion in any run; None and None without rewards."""
         ends = [
             end
             for run in self.runs
@@ -143,7 +146,7 @@ def read_run(folder: Path) -> RunRecord:
     recipe = run.folder / "recipe.yaml"
     text = recipe.read_text(errors="replace") if recipe.exists() else ""
     origins = re.findall(r"^# (.*)\n([A-Za-z_]\w*):", text, re.MULTILINE)
-    scored = [rewards for rewards, _ in scored_rows(run.folder / "samples.jsonl")]
+    scored = [rewards for rewards, _ in read_scored_rows(run.folder / "samples.jsonl")]
     return RunRecord(run.folder, metrics, evals, scored, {key: origin for origin, key in origins})
 
 
@@ -176,8 +179,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             yield from (load_json_mapping(line) or {} for line in file if line.endswith("\n") and line.strip())
 
 
-def scored_rows(path: Path) -> Iterator[tuple[Scored, list[dict[str, Any]]]]:
-    """Yield the step with its rewards, and some samples, of each row of ``samples.jsonl``; a row is a generation.
+def read_scored_rows(path: Path) -> Iterator[tuple[Scored, list[dict[str, Any]]]]:
+    """Yield each row of ``samples.jsonl``, a generation: its step with all rewards, and its sampled completions.
 
     Damaged lines and rows without a step are skipped. Rewards that are not finite numbers are left out.
     """

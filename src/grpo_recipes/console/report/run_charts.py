@@ -8,7 +8,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from grpo_recipes.console.report.chart import Chart, Curve, around, buckets, curve_of, smooth, window_of
+from grpo_recipes.console.report.chart import (
+    Chart,
+    Curve,
+    choose_window,
+    make_band,
+    make_curve,
+    smooth_values,
+    split_rows,
+)
 from grpo_recipes.console.report.page import short
 from grpo_recipes.console.report.read import Group, RunRecord, Table
 from grpo_recipes.process.reports import plural
@@ -64,10 +72,10 @@ _CORE_METRICS = {
 METRICS = {**{name: metric for metrics in parts("metrics") for name, metric in metrics.items()}, **_CORE_METRICS}
 
 
-def metric_chart(
+def make_metric_chart(
     groups: Sequence[Group], name: str, metric: Metric | None = None, *, evals: bool = False, large: bool = False
 ) -> Chart | None:
-    """Return the chart of a metric with a curve for each group that has it, or None if it is missing or 0 everywhere.
+    """Return a chart of a metric with a curve for each group that has it, or None if it is missing or 0 everywhere.
 
     For a single run (its group has no label), the single values are drawn faintly behind the line, or the range of a
     step if ``metric.band`` exists. Steps with an infinite value leave a gap, and the note counts them. ``metric`` is by
@@ -80,9 +88,9 @@ def metric_chart(
         metric = replace(_ENVIRONMENT_METRIC, title=metric.title)  # an environment's number with the name of a share
     single_run, window = not groups[0].label, None if metric.smooth else 1
     curves = [
-        curve_of(
+        make_curve(
             group_tables, name, group.label or metric.title, group.colour, group.kind, window=window,
-            behind=single_run, limits=_limits(group, name, metric, group_tables),
+            behind=single_run, limits=_find_limits(group, name, metric, group_tables),
         )
         for group, group_tables in zip(groups, tables, strict=True)
     ]  # fmt: skip
@@ -92,8 +100,8 @@ def metric_chart(
     notes, metrics = [metric.note], tables[0][0]
     if single_run and metric.band and metrics.known(metric.band[0]):
         low, high, label = metric.band
-        parts = buckets(len(metrics.steps))
-        band = (smooth(metrics.column(low), parts), smooth(metrics.column(high), parts))
+        parts = split_rows(len(metrics.steps))
+        band = (smooth_values(metrics.column(low), parts), smooth_values(metrics.column(high), parts))
         curves = [replace(curves[0], faint=(), band=band, band_label=label)]
         notes.append(f"shaded: {label} of a step")
     counts = [table.nonfinite.get(name, Counter()) for group_tables in tables for table in group_tables]
@@ -106,28 +114,35 @@ def metric_chart(
     )
 
 
-def _limits(group: Group, name: str, metric: Metric, tables: Sequence[Table]) -> tuple[float | None, float | None]:
-    """Return the lowest and highest possible mean of the metric, None if unknown; they cut off intervals over seeds."""
+def _find_limits(group: Group, name: str, metric: Metric, tables: Sequence[Table]) -> tuple[float | None, float | None]:
+    """Return the lowest and the highest possible mean of a metric, to cut off intervals over seeds.
+
+    A limit is None if it is unknown. Rewards have the lowest and highest reward of a completion, metrics without
+    negative values have 0, and fractions have 1.
+    """
     if name.endswith("reward"):
         return group.limits
     low = 0.0 if all(value >= 0 for table in tables for value in table.known(name)) else None
     return low, 1.0 if metric.shares else None
 
 
-def reward_chart(run: RunRecord) -> Chart | None:
-    """Return the chart of the mean reward with its deviation, and of evaluations as points; None without rewards."""
+def make_reward_chart(run: RunRecord) -> Chart | None:
+    """Return the chart of the mean reward with evaluations as points, or None for a run without any reward.
+
+    The band around the mean is the standard deviation, or the standard error if all rewards are 0 or 1.
+    """
     metrics, curves = run.metrics, []
-    window = window_of(len(metrics.steps))
+    window = choose_window(len(metrics.steps))
     rewards_of_steps = [row.rewards for row in run.scored if row.rewards]
     zero_or_one = bool(rewards_of_steps) and all({*rewards} <= {0.0, 1.0} for rewards in rewards_of_steps)
     if metrics.known("reward"):
-        curve = curve_of([metrics], "reward", "training")
+        curve = make_curve([metrics], "reward", "training")
         if metrics.known("reward_std"):
-            halves = smooth(metrics.column("reward_std"), buckets(len(metrics.steps)), window)
+            halves = smooth_values(metrics.column("reward_std"), split_rows(len(metrics.steps)), window)
             if zero_or_one:  # the mean determines the standard deviation, so the standard error is more useful
                 count = sum(map(len, rewards_of_steps)) / len(rewards_of_steps)
                 halves = [None if half is None else half / math.sqrt(count) for half in halves]
-            curve = replace(curve, band=around(curve.line, halves), band_label="± SE" if zero_or_one else "± std")
+            curve = replace(curve, band=make_band(curve.line, halves), band_label="± SE" if zero_or_one else "± std")
         curves.append(curve)
     if run.evals.known("eval_reward"):
         curves.append(Curve("evaluation", run.evals.steps, run.evals.column("eval_reward"), 2, "dots"))
@@ -137,50 +152,53 @@ def reward_chart(run: RunRecord) -> Chart | None:
     return Chart("Reward", curves, note, _REWARDS, large=True, y_name="mean reward") if curves else None
 
 
-def curve_charts(run: RunRecord) -> list[Chart]:
-    """Return the charts of the usual GRPO metrics of a run, for those that have values."""
-    metrics, rewards, unscored = run.metrics, reward_names(run.metrics), _unscored_names(run.metrics)
-    chart_metrics = _environment_metrics(metrics) | METRICS
+def make_curve_charts(run: RunRecord) -> list[Chart]:
+    """Return a run's charts: single rewards, metrics of environments, ``METRICS``, and unscored completions.
+
+    Metrics without values, or with only zeros, have no chart.
+    """
+    metrics, rewards, unscored = run.metrics, find_reward_names(run.metrics), _find_unscored_names(run.metrics)
+    chart_metrics = _find_environment_metrics(metrics) | METRICS
     group = Group("", [run])
-    charts = [chart for name, metric in chart_metrics.items() if (chart := metric_chart([group], name, metric))]
+    charts = [chart for name, metric in chart_metrics.items() if (chart := make_metric_chart([group], name, metric))]
     # A single reward is drawn only if it differs from the total.
     if len(rewards) > 1 or (rewards and metrics.column(next(iter(rewards))) != metrics.column("reward")):
-        charts.insert(0, _shared_chart("Single rewards", metrics, rewards, "means before weighting"))
+        charts.insert(0, _make_shared_chart("Single rewards", metrics, rewards, "means before weighting"))
     if unscored:
         index = len(charts) - any(metrics.known("tokens_per_second"))
         shares = all(value <= 1 for name in unscored for value in metrics.known(name))
-        charts.insert(index, _shared_chart("Unscored", metrics, unscored, "completions without a score", shares))
+        charts.insert(index, _make_shared_chart("Unscored", metrics, unscored, "completions without a score", shares))
     return charts
 
 
-def _shared_chart(title: str, metrics: Table, labels: dict[str, str], note: str, shares: bool = False) -> Chart:
-    """Return one chart with a curve for each of the first seven columns in ``labels`` (column -> label)."""
+def _make_shared_chart(title: str, metrics: Table, labels: dict[str, str], note: str, shares: bool = False) -> Chart:
+    """Return one chart with a curve for each of the first seven columns in ``labels``, which maps columns to labels."""
     first = enumerate(list(labels.items())[:7], start=1)
-    curves = [curve_of([metrics], name, label, colour, behind=False) for colour, (name, label) in first]
+    curves = [make_curve([metrics], name, label, colour, behind=False) for colour, (name, label) in first]
     return Chart(title, curves, note, shares=shares, y_name="" if shares else "mean")
 
 
-def reward_names(metrics: Table) -> dict[str, str]:
-    """Return column -> name of the reward, for the columns ``rewards/NAME/mean``."""
+def find_reward_names(metrics: Table) -> dict[str, str]:
+    """Return a mapping from each column ``rewards/NAME/mean`` to NAME."""
     names = [name for name in metrics.columns if name.startswith("rewards/") and name.endswith("/mean")]
     return {name: name.split("/", 1)[1].removesuffix("/mean") for name in names}
 
 
-def _environment_metrics(metrics: Table) -> dict[str, Metric]:
-    """Return the metrics that an environment named and that change, by column."""
+def _find_environment_metrics(metrics: Table) -> dict[str, Metric]:
+    """Return the metrics of environments (columns ``episodes/NAME``) that are not in ``METRICS`` and not constant."""
     names = [name for name in metrics.columns if name.startswith("episodes/") and name not in METRICS]
     changing = [name for name in names if len(set(metrics.known(name))) > 1]
     return {name: replace(_ENVIRONMENT_METRIC, title=name.removeprefix("episodes/")) for name in changing}
 
 
-def _unscored_names(metrics: Table) -> dict[str, str]:
-    """Return column -> name of the reward, for columns about unscored completions that are not 0 everywhere."""
+def _find_unscored_names(metrics: Table) -> dict[str, str]:
+    """Return a mapping from columns of unscored completions to names of rewards, without columns of only zeros."""
     names = [name for name in metrics.columns if "no_verdict" in name and any(metrics.known(name))]
     labels = {name: name.removeprefix("rewards/").removesuffix("/no_verdict") for name in names}
     return labels | ({"rewards/no_verdict": "any reward"} if "rewards/no_verdict" in labels else {})
 
 
-def phase_chart(metrics: Table) -> Chart | None:
+def make_phase_chart(metrics: Table) -> Chart | None:
     """Return the chart of seconds per step as stacked areas of the phases, or None if no phase was timed.
 
     The first phase is at the bottom. The axis ends below a few very long steps.
@@ -189,7 +207,7 @@ def phase_chart(metrics: Table) -> Chart | None:
     above: list[float] = []
     for colour, phase in enumerate(PHASES, start=1):
         if metrics.known(f"seconds/{phase}"):
-            curve = curve_of([metrics], f"seconds/{phase}", phase, colour, "layer", window=1, behind=False)
+            curve = make_curve([metrics], f"seconds/{phase}", phase, colour, "layer", window=1, behind=False)
             seconds = [value or 0.0 for value in curve.line]
             below = above or [0.0] * len(seconds)
             above = [low + height for low, height in zip(below, seconds, strict=True)]
@@ -199,26 +217,26 @@ def phase_chart(metrics: Table) -> Chart | None:
     return Chart("Seconds per step", curves, bounds=(0.0, top), unit="s") if curves else None
 
 
-def other_metrics(run: RunRecord) -> tuple[list[Chart], dict[str, str]]:
-    """Return charts of the metrics that are in no other chart, and name -> value of metrics that never change.
+def make_other_charts(run: RunRecord) -> tuple[list[Chart], dict[str, str]]:
+    """Return charts of the remaining metrics, and a mapping from each metric that never changes to its value.
 
-    Each metric of evaluations gets a chart too.
+    Remaining metrics are those in no other chart of the page, and each metric of evaluations except the reward.
     """
     metrics, evals = run.metrics, run.evals
     drawn = [name for name in METRICS if any(metrics.known(name))]
     in_charts = {
         *_NO_CURVES,
         *drawn,
-        *_environment_metrics(metrics),
-        *reward_names(metrics),
-        *_unscored_names(metrics),
+        *_find_environment_metrics(metrics),
+        *find_reward_names(metrics),
+        *_find_unscored_names(metrics),
         *[f"seconds/{phase}" for phase in PHASES],
     }
     in_charts |= {end for name in drawn for end in METRICS[name].band or ()}
     names = sorted(name for name in metrics.columns if name not in in_charts)
     same = {name: short(metrics.last(name)) for name in names
             if len(set(metrics.known(name))) == 1 and name not in metrics.nonfinite}  # fmt: skip
-    charts = [Chart(name, [curve_of([metrics], name, name)]) for name in names if name not in same]
+    charts = [Chart(name, [make_curve([metrics], name, name)]) for name in names if name not in same]
     # Also metrics that are always inf, always -inf or always nan, such as a temperature of inf.
     same |= {
         name: next(iter(counts))

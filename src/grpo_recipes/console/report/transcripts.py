@@ -46,60 +46,60 @@ class Transcript:
         return [(False, self.messages[:_VISIBLE]), (True, middle), (False, self.messages[-_VISIBLE:])]
 
 
-def transcript_of(sample: Mapping[str, Any]) -> Transcript | None:
-    """Return the episode of a sample of ``samples.jsonl``, or None without an episode.
+def read_transcript(sample: Mapping[str, Any]) -> Transcript | None:
+    """Convert a sample of ``samples.jsonl`` to a transcript, or return None if it has no episode.
 
     Values of a wrong type are omitted.
     """
     episode = sample.get("episode")
     if not isinstance(episode, dict):
         return None
-    turns, messages = _mappings(episode.get("turns")), list[TranscriptMessage]()
-    seat = _seat(_mapping(episode.get("info")))
-    infos = [_mapping(turn.get("info")) for turn in turns]
+    turns, messages = _select_mappings(episode.get("turns")), list[TranscriptMessage]()
+    seat = _format_seat(_as_mapping(episode.get("info")))
+    infos = [_as_mapping(turn.get("info")) for turn in turns]
     for turn, info in zip(turns, infos, strict=True):
-        action_facts: Facts = [(name, _formatted(turn[name])) for name in ("reward", "advantage") if name in turn]
-        action_facts += [(name, _formatted(value)) for name, value in info.items() if name not in _SEAT_INFO]
+        action_facts: Facts = [(name, _format_value(turn[name])) for name in ("reward", "advantage") if name in turn]
+        action_facts += [(name, _format_value(value)) for name, value in info.items() if name not in _SEAT_INFO]
         action = TranscriptMessage(POLICY, turn.get("action"), seat, action_facts)
-        messages += [action, *_messages(turn.get("messages"))]
-        seat = _seat(info) or seat
+        messages += [action, *_read_messages(turn.get("messages"))]
+        seat = _format_seat(info) or seat
     ended_at_once = not turns and "reward" in episode  # before the policy's first turn
-    last_info = infos[-1] if infos else _mapping(episode.get("info")) if ended_at_once else {}
+    last_info = infos[-1] if infos else _as_mapping(episode.get("info")) if ended_at_once else {}
     facts: Facts = [("length", plural(len(turns), "turn"))]
-    facts += [("reward", _formatted(episode["reward"]))] if ended_at_once else []
+    facts += [("reward", _format_value(episode["reward"]))] if ended_at_once else []
     if "won" in last_info:
         won = finite_number(last_info["won"])
-        facts.append(("won", "yes" if won == 1 else "no" if won == 0 else _formatted(last_info["won"])))
+        facts.append(("won", "yes" if won == 1 else "no" if won == 0 else _format_value(last_info["won"])))
     if ended_at_once:
-        facts += [(name, _formatted(value)) for name, value in last_info.items() if name not in (*_SEAT_INFO, "won")]
+        facts += [(name, _format_value(value)) for name, value in last_info.items() if name not in (*_SEAT_INFO, "won")]
     problem = f"failed: {episode['failed']}" if episode.get("failed") else ""
     if limit := episode.get("unfinished"):
         problem = f"unfinished: reached the limit {limit}"
-    opening = _messages(episode.get("messages"))
+    opening = _read_messages(episode.get("messages"))
     return Transcript(str(episode.get("environment")), episode.get("seed"), opening, messages, facts, problem)
 
 
-def _seat(info: Mapping[str, Any]) -> str:
-    """Return the role and phase in an info as text, "" if it has neither."""
+def _format_seat(info: Mapping[str, Any]) -> str:
+    """Return "ROLE, PHASE" from an environment's info about a turn; "" if it has neither."""
     return ", ".join(str(info[name]) for name in _SEAT_INFO if info.get(name) is not None)
 
 
-def _formatted(value: Any) -> Any:
+def _format_value(value: Any) -> Any:
     """Return a finite number as a short text, and any other value unchanged."""
     finite = finite_number(value)
     return value if finite is None else short(finite)
 
 
-def _messages(value: Any) -> list[TranscriptMessage]:
-    """Return messages of the environment from a JSON value; [] if it is not a list, without entries of a wrong type."""
-    return [TranscriptMessage(str(message.get("role")), message.get("content")) for message in _mappings(value)]
+def _read_messages(value: Any) -> list[TranscriptMessage]:
+    """Convert a JSON list of chat messages; skip entries that are not mappings, and return [] for any other value."""
+    return [TranscriptMessage(str(message.get("role")), message.get("content")) for message in _select_mappings(value)]
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    """Return a JSON value if it is a mapping, else an empty one."""
+def _as_mapping(value: Any) -> Mapping[str, Any]:
+    """Return a JSON value if it is a mapping, otherwise an empty mapping."""
     return value if isinstance(value, dict) else {}
 
 
-def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    """Return the mappings in a JSON list; [] for any other value."""
+def _select_mappings(value: Any) -> list[Mapping[str, Any]]:
+    """Return the entries of a JSON list that are mappings; [] if the value is not a list."""
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []

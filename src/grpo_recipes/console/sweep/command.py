@@ -1,4 +1,7 @@
-"""`grpo sweep`: run a recipe at several values of some keys, and compare."""
+"""The command `grpo sweep`: check its options, and start or resume a sweep.
+
+``TranslatedSweep`` is the entry point for extensions that start a sweep from the options of another tool.
+"""
 
 import argparse
 import math
@@ -12,8 +15,8 @@ from grpo_recipes.cli import command, option, recipe_name, switch
 from grpo_recipes.cli.runs import OVERRIDES, chosen_profile, site_options
 from grpo_recipes.cli.sweeps import FlagsOf, Sweeper
 from grpo_recipes.console.sweep.folder import FOLDER, REWARD, find_sweep
-from grpo_recipes.console.sweep.run import Backend, resume, run_task, start
-from grpo_recipes.console.sweep.spec import MAX_TRIALS, Search, SweepSpec, is_axis, read_axes, read_space
+from grpo_recipes.console.sweep.run import Backend, resume_sweep, run_array_task, start_sweep
+from grpo_recipes.console.sweep.spec import MAX_TRIALS, Search, SweepSpec, is_axis, read_axes, read_search_space
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.recipe.keys import catalogue, run_root
@@ -41,14 +44,15 @@ from grpo_recipes.recipe.keys import catalogue, run_root
     "and KEY=log:1e-6..1e-4 are ranges. --KEY VALUE sets a key for all runs.",
 )
 def sweep(options: argparse.Namespace) -> int:
-    """Run, submit or continue a sweep.
+    """Start a sweep or continue an unfinished one; as a task of an array job, run one trial.
 
-    Return 0, the exit code of the first run that did not complete, or 75 if a signal left runs over.
+    Return 0, the exit code of the first run that did not complete, or 75 if a signal ended the sweep before all runs.
+    Raise ConfigError for wrong options, keys or recipes.
     """
     if options.cell:
-        return run_task(options.cell, os.environ)
-    backend = sweep_backend(options)
-    words, flags = _split(options)
+        return run_array_task(options.cell, os.environ)
+    backend = choose_backend(options)
+    words, flags = _split_axes_and_flags(options)
     if options.resume is not None:
         if words or flags or options.recipe or options.config or options.name or options.new or options.search:
             fix = "leave out recipe, keys, --name, --new and --search"
@@ -56,25 +60,25 @@ def sweep(options: argparse.Namespace) -> int:
         if options.dry_run:
             fix = "leave it out; grpo status lists the runs of a sweep"
             raise config_error("--dry-run", "does nothing with --resume", fix)
-        return resume(find_sweep(run_root(os.environ) / FOLDER, options.resume), backend, os.environ)
+        return resume_sweep(find_sweep(run_root(os.environ) / FOLDER, options.resume), backend, os.environ)
     if options.name is not None:
         flags = ["--run_name", options.name, *flags]
     axes, search = read_search(options, words, flags)
     spec = SweepSpec(recipe_name(options), axes, flags, options.task, search)
-    return start(spec, backend, os.environ, options.new, options.dry_run)
+    return start_sweep(spec, backend, os.environ, options.new, options.dry_run)
 
 
 def read_search(
     options: argparse.Namespace, words: Sequence[str], flags: Sequence[str]
 ) -> tuple[dict[str, list[str]], Search | None]:
-    """Parse the words ``KEY=VALUES`` to axes, and return them with the settings of a search, or None for a full grid.
+    """Parse the words ``KEY=VALUES``; return the values of each key, and the settings of --search or else None.
 
-    ``flags`` are the flags of all runs. Raise ConfigError if a word is wrong, or if a search has more trials than there
-    are combinations.
+    ``flags`` are the recipe flags of all runs. Raise ConfigError if a word is wrong, or if a search has more trials
+    than there are combinations.
     """
     if not options.search:
         return read_axes(words, flags), None
-    axes, spans = read_space(words, flags)
+    axes, spans = read_search_space(words, flags)
     count = math.prod(map(len, axes.values()))
     if not spans and options.trials > count:
         fix = f"use --trials {count}, or run them all without --search"
@@ -82,10 +86,10 @@ def read_search(
     return axes, Search(options.trials, options.metric or REWARD, spans)
 
 
-def sweep_backend(options: argparse.Namespace) -> Backend:
-    """Return the backend of a sweep, this machine or Slurm, for the options of `grpo sweep`.
+def choose_backend(options: argparse.Namespace) -> Backend:
+    """Check the options of `grpo sweep`, and return the place for its runs: this machine, or Slurm with --slurm.
 
-    A ConfigError lists options that need other options or contradict them.
+    Raise ConfigError if options need other options, contradict them, or have wrong numbers.
     """
     problems = []
     if options.slurm and options.profile is None:
@@ -116,10 +120,11 @@ def sweep_backend(options: argparse.Namespace) -> Backend:
     return Backend(chosen_profile(options) if options.slurm else None, options.max_parallel)
 
 
-def _split(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Return the axes, words before the first flag, and the flags; ConfigError for an axis after a flag.
+def _split_axes_and_flags(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Split the remaining words of the command line into axes (``KEY=VALUES``) and the flags after them.
 
-    The first axis may have been parsed as the recipe; then ``options.recipe`` becomes None.
+    If argparse stored the first axis as the recipe, move it to the axes and set ``options.recipe`` to None. Raise
+    ConfigError for an axis after a flag.
     """
     first = next((index for index, word in enumerate(options.flags) if word.startswith("-")), len(options.flags))
     words, flags = options.flags[:first], options.flags[first:]
@@ -138,7 +143,7 @@ class _TranslatedSpec(SweepSpec):
 
     translated: FlagsOf = field(kw_only=True)
 
-    def flags_of(self, values: Mapping[str, str]) -> list[str]:
+    def make_flags(self, values: Mapping[str, str]) -> list[str]:
         """Return the recipe flags of the trial with these values: the extension's, then the flags of all trials."""
         return [*self.translated(values), *self.flags]
 
@@ -149,7 +154,7 @@ class TranslatedSweep(Sweeper):
     folder: ClassVar[str] = FOLDER
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self._options, self._backend = options, sweep_backend(options)
+        self._options, self._backend = options, choose_backend(options)
         self._search: Search | None = None
 
     @property
@@ -162,9 +167,9 @@ class TranslatedSweep(Sweeper):
         return self._backend.resources(environment)
 
     def axes(self, axes: Mapping[str, list[str]], flags: Sequence[str]) -> Mapping[str, list[str]]:
-        """Return recipe keys with their values; in a search, a range becomes a list of its two ends.
+        """Return the values of each recipe key; in a search, a range becomes a list of its two ends.
 
-        ``flags`` are the flags of all trials. The settings of a search are kept for ``start``.
+        ``flags`` are the flags of all trials. The settings of a search are stored for ``start``.
         """
         if not self._options.search:
             return axes
@@ -182,9 +187,9 @@ class TranslatedSweep(Sweeper):
     ) -> int:
         """Run or submit the trials, or continue the same unfinished sweep; return the exit code.
 
-        ``flags_of`` translates the values of a trial to recipe flags, and ``elsewhere`` are more folders with earlier
-        sweeps.
+        ``flags_of`` translates the values of a trial to recipe flags. ``elsewhere`` are more folders in which to look
+        for an unfinished sweep.
         """
         options = self._options
         spec = _TranslatedSpec(recipe, axes, flags, options.task, self._search, translated=flags_of)
-        return start(spec, self._backend, os.environ, options.new, options.dry_run, elsewhere)
+        return start_sweep(spec, self._backend, os.environ, options.new, options.dry_run, elsewhere)

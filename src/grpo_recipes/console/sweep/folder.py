@@ -1,4 +1,8 @@
-"""The directory of a sweep: ``sweep.json``, a run directory per trial, and the comparison (page and table)."""
+"""The directory of a sweep: ``sweep.json``, a run directory per trial, and the comparison (page and table).
+
+``create_sweep`` makes it, ``Sweep.read`` reads it, and ``write_sweep_page`` writes the comparison. ``sweep.json`` only
+has names and values of the trials; their status and results are always read from the run directories.
+"""
 
 import contextlib
 import fcntl
@@ -14,7 +18,13 @@ from typing import Any, ClassVar, Self
 from urllib.parse import quote
 
 from grpo_recipes.console.report.page import NOTHING, SMOKE_BADGE, render, short, spread_text
-from grpo_recipes.console.report.pages import UNFINISHED, comparison, comparison_sentence, differing_facts, group_of
+from grpo_recipes.console.report.pages import (
+    UNFINISHED,
+    compare_groups,
+    find_differing_facts,
+    make_comparison_headline,
+    make_group,
+)
 from grpo_recipes.console.report.read import Group, RunRecord, read_run
 from grpo_recipes.console.sweep.spec import SEED, SweepSpec, Trial
 from grpo_recipes.errors import config_error
@@ -67,7 +77,7 @@ class Sweep(RunGroup):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read a sweep directory; raise ConfigError for any other folder, and for a damaged record."""
+        """Read ``sweep.json`` of a sweep directory; raise ConfigError if it is missing or damaged."""
         record = read_json(folder / RECORD)
         if not record:
             fix = f"use a folder under run_root/{FOLDER}"
@@ -87,8 +97,8 @@ class Sweep(RunGroup):
         """Return a trial's run directory."""
         return self.folder / CELLS / self.names[index]
 
-    def gaps(self) -> list[int]:
-        """Return the indices of unfinished trials; in a search, of trials without a reported result."""
+    def find_unfinished_trials(self) -> list[int]:
+        """Return the indices of trials that are not completed; in a search, of trials without a recorded result."""
         if "search" in self.record:
             return [index for index, trial in enumerate(self.record["cells"]) if "value" not in trial]
         return [index for index in range(len(self.names)) if self.status(index) != COMPLETED]
@@ -100,24 +110,21 @@ class Sweep(RunGroup):
         return max(len(self.names), trials)
 
     def is_over(self) -> bool:
-        """Return whether no trial is left to run.
-
-        In a sweep without a search, failed trials are left to run again.
-        """
-        return not self.gaps() and len(self.names) == self.trial_count
+        """Return whether no trial remains to run; without a search, failed trials remain, since they run again."""
+        return not self.find_unfinished_trials() and len(self.names) == self.trial_count
 
     def resume_command(self) -> str:
-        """Return the command that continues the sweep."""
+        """Return the shell command that continues the sweep; for a search, the command that started it."""
         if "search" in self.record:
             return str(self.record["command"])
         return f"grpo sweep --resume {shell_path(self.folder)}"
 
 
-def fingerprint(spec: SweepSpec, trials: Sequence[Trial]) -> str:
-    """Return a hash of a sweep and its trials; it is equal if command and recipe are equal.
+def hash_sweep(spec: SweepSpec, trials: Sequence[Trial]) -> str:
+    """Return a hash of the trials' names and the recipe keys that are set, to recognize the same sweep again.
 
-    The hash of a search covers the metric and the values to choose from, but not the number of trials, which may be
-    raised.
+    run_root does not count. The hash of a search also covers its metric and its ranges, but not the number of trials,
+    which may be raised.
     """
     content: list[Any] = [[spec.search.metric, repr(spec.search.spans)]] if spec.search else []
     for trial in trials:
@@ -131,11 +138,13 @@ def sweep_root(recipe: Recipe) -> Path:
     return Path(os.path.expanduser(recipe["run_root"])) / FOLDER
 
 
-def new_sweep(spec: SweepSpec, trials: Sequence[Trial], resources: Resources, environment: Mapping[str, str]) -> Sweep:
-    """Make the directory of a sweep with a frozen run per trial, and return the sweep.
+def create_sweep(
+    spec: SweepSpec, trials: Sequence[Trial], resources: Resources, environment: Mapping[str, str]
+) -> Sweep:
+    """Create the directory of a sweep with ``sweep.json`` and a run directory per trial, and return the sweep.
 
-    The trials were already planned for ``resources``. A search makes its runs later. If the directory or a run can't be
-    made, the directory is removed. Raise ConfigError if its name exists already.
+    ``resources`` are the devices of a run. For a search, the run directories are created later. If anything fails, the
+    sweep's directory is removed again. Raise ConfigError if it exists already.
     """
     recipe = trials[0].recipe
     stamp, name = timestamp(), str(recipe["run_name"] or recipe.path.stem.removeprefix("config_"))
@@ -152,7 +161,7 @@ def new_sweep(spec: SweepSpec, trials: Sequence[Trial], resources: Resources, en
         "recipe": str(recipe.path.absolute()),
         "flags": [masked(flag) for flag in spec.flags],
         "axes": {key: list(values) for key, values in spec.axes.items()},
-        "fingerprint": fingerprint(spec, trials),
+        "fingerprint": hash_sweep(spec, trials),
         "jobs": [],
         "cells": [{"name": trial.name, "values": dict(trial.values)} for trial in trials],
     }
@@ -170,9 +179,9 @@ def new_sweep(spec: SweepSpec, trials: Sequence[Trial], resources: Resources, en
 
 
 def freeze_trial(sweep: Sweep, trial: Trial, resources: Resources, environment: Mapping[str, str]) -> None:
-    """Make a trial's run directory with a copy of recipe, plan and code.
+    """Create a trial's run directory with copies of recipe, plan and code, from which the trial is launched later.
 
-    Its W&B group is the sweep unless the recipe sets wandb_run_group.
+    The name of the sweep becomes the W&B group, unless the recipe sets wandb_run_group.
     """
     recipe = trial.recipe
     if not recipe.is_set("wandb_run_group"):
@@ -185,7 +194,7 @@ def freeze_trial(sweep: Sweep, trial: Trial, resources: Resources, environment: 
 
 
 def _is_trial(entry: Any, axes: Mapping[str, Any]) -> bool:
-    """Return whether an entry of sweep.json is a trial: a name, and a text for every axis."""
+    """Return whether an entry of sweep.json is valid: it has a name, and a text as the value of every axis."""
     match entry:
         case {"name": str(), "values": dict(values)}:
             return values.keys() == axes.keys() and all(isinstance(text, str) for text in values.values())
@@ -193,7 +202,7 @@ def _is_trial(entry: Any, axes: Mapping[str, Any]) -> bool:
 
 
 def find_sweep(root: Path, name: str) -> Sweep:
-    """Return the sweep in the folder ``name``, or the newest sweep in ``root`` if the name is ``last``.
+    """Read the sweep in the folder ``name``, or the newest sweep in ``root`` if ``name`` is "last".
 
     Raise ConfigError if there is none.
     """
@@ -206,13 +215,13 @@ def find_sweep(root: Path, name: str) -> Sweep:
     )
 
 
-def unfinished(spec: SweepSpec, trials: Sequence[Trial], elsewhere: Sequence[Path]) -> Sweep | None:
-    """Return the newest unfinished sweep of the same trials, or None.
+def find_unfinished_sweep(spec: SweepSpec, trials: Sequence[Trial], elsewhere: Sequence[Path]) -> Sweep | None:
+    """Return the newest unfinished sweep with the same hash (``hash_sweep``), or None if there is none.
 
-    It is searched in the folder of the recipe's sweeps, and in the run_roots ``elsewhere``. A search gets the new
-    number of trials.
+    Search the sweeps in the recipe's run_root, then in the run_roots ``elsewhere``. If it is a search with Optuna, its
+    number of trials is changed to the number in ``spec``.
     """
-    same, roots = fingerprint(spec, trials), [sweep_root(trials[0].recipe), *(root / FOLDER for root in elsewhere)]
+    same, roots = hash_sweep(spec, trials), [sweep_root(trials[0].recipe), *(root / FOLDER for root in elsewhere)]
     for sweep in (sweep for root in roots for sweep in Sweep.list_all(root) if sweep.record["fingerprint"] == same):
         if spec.search:
             sweep.record["search"]["trials"] = spec.search.trials
@@ -236,7 +245,7 @@ class Result:
 
 
 def read_results(sweep: Sweep) -> list[Result]:
-    """Return the result of every trial, in the order of their indices; ConfigError if a file of a run is damaged."""
+    """Read the results of all trials, in the order of their indices; raise ConfigError if a run's file is damaged."""
     results = []
     for index, trial in enumerate(sweep.record["cells"]):
         status = sweep.status(index)
@@ -247,19 +256,21 @@ def read_results(sweep: Sweep) -> list[Result]:
 
 
 def group_results(sweep: Sweep, results: Sequence[Result]) -> list[Group]:
-    """Return one group per setting with its completed trials, which differ only in their seed."""
+    """Return groups of completed trials that differ only in their seed, one group per combination of other values."""
     by_label: dict[str, list[RunRecord]] = {}
     for result in results:
         if result.run is not None and result.status == COMPLETED:
             label = ", ".join(f"{key}={value}" for key, value in result.values.items() if key != SEED)
             by_label.setdefault(label or str(sweep.record["name"]), []).append(result.run)
-    return [group_of(label, runs, number) for number, (label, runs) in enumerate(by_label.items())]
+    return [make_group(label, runs, number) for number, (label, runs) in enumerate(by_label.items())]
 
 
-def text_table(sweep: Sweep, results: Sequence[Result]) -> str:
-    """Return a table with a row per trial and, if the seed is varied, each setting's mean with its 95 % interval.
+def format_table(sweep: Sweep, results: Sequence[Result]) -> str:
+    """Return a text table with a row per trial: values, status, steps, rewards and evaluation.
 
-    If the weight sync method or the vLLM mode is varied, the rows also have seconds, memory and checkpoint size.
+    If the seed is varied, a second table has the means over seeds with 95 % intervals. If the weight sync method or the
+    vLLM mode is varied, rows also have seconds, memory and checkpoint size. For a search, the last line has the best
+    trial.
     """
     keys = list(sweep.record["axes"])
     measures = not _MEASURED_AXES.isdisjoint(keys)
@@ -271,7 +282,7 @@ def text_table(sweep: Sweep, results: Sequence[Result]) -> str:
             rewards = NOTHING if outcome.last is None else f"{short(outcome.first)} -> {short(outcome.last)}"
             steps = f"{outcome.steps:,.0f}"
         cells = (*(result.values[key] for key in keys), result.status, steps, rewards, evaluation)
-        rows.append((*cells, *(_measures(result.run) if measures else ())))
+        rows.append((*cells, *(_format_measures(result.run) if measures else ())))
     lines = [*aligned(rows), *([_MEASURES_NOTE] if measures else [])]
     if SEED in keys:
         groups = group_results(sweep, results)
@@ -280,16 +291,18 @@ def text_table(sweep: Sweep, results: Sequence[Result]) -> str:
             for group in groups
         ]
         lines += ["", *aligned([("mean of", "reward", "evaluation"), *means])]
-        lines += [comparison_sentence(groups, ranked="rewards" not in differing_facts(groups))] if groups else []
+        lines += (
+            [make_comparison_headline(groups, ranked="rewards" not in find_differing_facts(groups))] if groups else []
+        )
     if "search" in sweep.record:
         lines += _describe_best(sweep)
     return "\n".join(lines)
 
 
-def _measures(run: RunRecord | None) -> list[str]:
-    """Return table cells: seconds per update and per weight sync, memory in GB, checkpoint size in MB.
+def _format_measures(run: RunRecord | None) -> list[str]:
+    """Return four table cells of a run: seconds per update and per weight sync, memory in GB, checkpoint size in MB.
 
-    An unknown value is a dash.
+    An unknown value is a dash. If ``run`` is None or has no steps, all cells are dashes.
     """
     if run is None or not run.outcome.steps:
         return [NOTHING] * len(_MEASURES)
@@ -312,8 +325,8 @@ def _describe_best(sweep: Sweep) -> list[str]:
     return [f"{result} (a single seed; sweep its values over seed=1..5 to confirm)"]
 
 
-def objective(folder: Path, metric: str) -> float | None:
-    """Return a completed run's value of a search metric, or None if the run does not have it.
+def read_metric_value(folder: Path, metric: str) -> float | None:
+    """Read the value of a search metric from a completed run's directory, or return None if the run does not have it.
 
     The metric is the final reward, the last evaluation (``eval_...``), or a benchmark score (``math_500/pass@1``).
     """
@@ -326,8 +339,8 @@ def objective(folder: Path, metric: str) -> float | None:
     return next(iter(drop_missing([finite_number(run.benchmarks.get(benchmark, {}).get(score))])), None)
 
 
-def need_metric(recipe: Recipe, metric: str) -> None:
-    """Raise ConfigError if runs of the recipe do not have the metric of a search."""
+def check_metric(recipe: Recipe, metric: str) -> None:
+    """Raise ConfigError if the metric of a search is not the reward, an evaluation or a benchmark of the recipe."""
     benchmark, _, score = metric.partition("/")
     if metric == REWARD or (metric.startswith("eval_") and recipe["eval_strategy"] != "no"):
         return
@@ -339,16 +352,17 @@ def need_metric(recipe: Recipe, metric: str) -> None:
         raise config_error(f"--metric {metric}", "these runs have no such metric", fix)
 
 
-def write_sweep(sweep: Sweep, path: Path | None = None) -> tuple[Path, list[Result]]:
-    """Write the page of a sweep, finished or not, by default in its directory; return its path and its results.
+def write_sweep_page(sweep: Sweep, path: Path | None = None) -> tuple[Path, list[Result]]:
+    """Write the HTML page of a sweep, by default ``sweep.html`` in its directory; return its path and all results.
 
-    Raises a ConfigError if a file of a trial is damaged, and an OSError if the page can't be written.
+    The sweep may be unfinished. A lock file prevents two processes from writing at the same time. Raise ConfigError if
+    a file of a trial is damaged, and OSError if the page can't be written.
     """
     path = path or sweep.folder / PAGE
     # Trials of an array job may end at the same time: an older page must not replace the newest one.
     with (sweep.folder / "page.lock").open("w") as lock:
         with contextlib.suppress(OSError):  # some file systems have no locks
-            _lock(lock.fileno())
+            _lock_file(lock.fileno())
         results = read_results(sweep)
         groups, name = group_results(sweep, results), sweep.folder.name
         done = sum(result.status == COMPLETED for result in results)
@@ -360,15 +374,15 @@ def write_sweep(sweep: Sweep, path: Path | None = None) -> tuple[Path, list[Resu
             for name, file in reports.items()
             if file.is_file()
         }
-        values = {**comparison(groups), "axes": list(sweep.record["axes"]), "results": results, "links": links}
+        values = {**compare_groups(groups), "axes": list(sweep.record["axes"]), "results": results, "links": links}
         values["live"] = any(result.status in (*UNFINISHED, "submitted") for result in results)
         values |= {} if groups else {"headline": "No trial has completed yet."}
         write_atomically(path, render("sweep.html.j2", title=f"Sweep {name}", name=name, badges=badges, **values))
     return path, results
 
 
-def _lock(descriptor: int) -> None:
-    """Lock a file; after a minute, return without the lock, since an old page is better than none."""
+def _lock_file(descriptor: int) -> None:
+    """Wait for the lock of a file; after a minute, return without it, since an old page is better than none."""
     for _ in range(_LOCK_SECONDS):
         with contextlib.suppress(BlockingIOError):
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
 """Run a sweep: start or continue it, run its trials, and print the comparison.
 
 Trials run one after the other, each as a child process (``run_sequentially``), or as the tasks of one Slurm array job
-(``submit_array``; each task calls ``run_task``).
+(``submit_array``; each task calls ``run_array_task``).
 """
 
 import functools
@@ -16,8 +16,8 @@ from itertools import groupby
 from pathlib import Path
 
 from grpo_recipes.console.sweep import folder as sweeps
-from grpo_recipes.console.sweep.search import Proposals, need_optuna
-from grpo_recipes.console.sweep.spec import SweepSpec, Trial, for_each, is_number, make_trials
+from grpo_recipes.console.sweep.search import Proposals, require_optuna
+from grpo_recipes.console.sweep.spec import SweepSpec, Trial, is_number, make_trials, map_trials
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error
 from grpo_recipes.launch import submission
 from grpo_recipes.launch.attempt import SUBMITTED
@@ -43,22 +43,22 @@ _POLL_SECONDS = 0.5  # between two checks of a launch and of a stop request
 
 @dataclass(frozen=True)
 class Backend:
-    """The place for the runs of a sweep: this machine, or the tasks of an array job."""
+    """The place for the runs of a sweep: this machine, one after the other, or the tasks of a Slurm array job."""
 
     profile: Profile | None = None  # the site of the array job; None to run sequentially on this machine
     max_parallel: int | None = None  # limit of array tasks that run at the same time; None for no limit
 
     def environment(self, environment: Mapping[str, str]) -> Mapping[str, str]:
-        """Return the user's variables and the variables that the site adds."""
+        """Return the environment of the runs: the user's, and for Slurm also the variables of the site's profile."""
         return submission.site_environment(self.profile, environment) if self.profile else environment
 
     def resources(self, environment: Mapping[str, str]) -> Resources:
-        """Return the devices of a run, without the job in which the sweep itself may run."""
+        """Return the devices of a run: the site's for Slurm, otherwise this machine's, without its Slurm job."""
         profile = self.profile
         return submission.site_resources(profile) if profile else replace(find_resources(environment), job=None)
 
 
-def start(
+def start_sweep(
     spec: SweepSpec,
     backend: Backend,
     environment: Mapping[str, str],
@@ -66,28 +66,28 @@ def start(
     dry_run: bool = False,
     elsewhere: Sequence[Path] = (),
 ) -> int:
-    """Check and plan every run, then start a new sweep or continue the unfinished one; return the exit code.
+    """Check and plan every run, then start a new sweep or continue the same unfinished sweep; return the exit code.
 
-    A ConfigError lists the problems of all runs before anything is written or started. With ``new``, a new sweep
-    starts even if the same sweep is unfinished in its folder or in the folders ``elsewhere``. With ``dry_run``, nothing
-    is written or started.
+    Raise ConfigError with the problems of all runs before anything is written or started. With ``new``, start a new
+    sweep even if the same sweep is unfinished in its folder or in the folders ``elsewhere``. With ``dry_run``, only
+    print the runs.
     """
     if spec.search:
-        need_optuna()
+        require_optuna()
     environment = backend.environment(environment)
     resources = backend.resources(environment)
     trials = make_trials(spec, environment, resources.device)
     recipes = {trial.name: trial.recipe for trial in trials}
-    for_each(recipes, lambda recipe: make_plan(recipe, resources, environment))
+    map_trials(recipes, lambda recipe: make_plan(recipe, resources, environment))
     if backend.profile:
         trials = _prepare_array(spec, trials, backend.profile, environment)
     elif not dry_run:
-        for_each(recipes, need_named_ports)
+        map_trials(recipes, need_named_ports)
     if spec.search:
-        sweeps.need_metric(trials[0].recipe, spec.search.metric)
-    sweep = None if new else sweeps.unfinished(spec, trials, elsewhere)
+        sweeps.check_metric(trials[0].recipe, spec.search.metric)
+    sweep = None if new else sweeps.find_unfinished_sweep(spec, trials, elsewhere)
     if dry_run:
-        return _list_runs(spec, trials, sweep)
+        return _print_runs(spec, trials, sweep)
     if sweep is not None:
         return _continue_sweep(sweep, spec, backend, trials, resources, environment)
     return _start_new_sweep(spec, backend, trials, resources, environment)
@@ -96,10 +96,10 @@ def start(
 def _prepare_array(
     spec: SweepSpec, trials: Sequence[Trial], profile: Profile, environment: Mapping[str, str]
 ) -> list[Trial]:
-    """Check that an array job can run the trials, and return them with the run_root of the site.
+    """Check that a Slurm array job can run the trials; return them with the run_root of the site's profile.
 
-    Every trial whose text values differ is checked as for `grpo submit`. Raise ConfigError if the trials share an
-    external server or a run-api, or if a check fails.
+    Load models, data and rewards of the trials like `grpo submit`, once for trials that differ only in numbers. Raise
+    ConfigError if the trials share an external server or an Atropos run-api, or if a check fails.
     """
     if trial := next((trial for trial in trials if uses_external_server(trial.recipe)), None):
         key, fix = "vllm_server_base_url", "remove it: each run starts its own server; or leave out --slurm"
@@ -114,8 +114,8 @@ def _prepare_array(
     by_texts: dict[tuple[str, ...], Trial] = {}
     for trial in trials:
         by_texts.setdefault(tuple(text for key, text in trial.values.items() if not is_number(key)), trial)
-    flags = {trial.name: spec.flags_of(trial.values) for trial in by_texts.values()}
-    for_each(flags, lambda words: submission.prepare_submission(profile, spec.recipe, spec.task, words, environment))
+    flags = {trial.name: spec.make_flags(trial.values) for trial in by_texts.values()}
+    map_trials(flags, lambda words: submission.prepare_submission(profile, spec.recipe, spec.task, words, environment))
     return [replace(trial, recipe=submission.with_site_run_root(trial.recipe, profile)) for trial in trials]
 
 
@@ -127,10 +127,10 @@ def _continue_sweep(
     resources: Resources,
     environment: Mapping[str, str],
 ) -> int:
-    """Run the unfinished trials of a sweep and return the exit code.
+    """Run the trials of an existing sweep that are not completed, and return the exit code.
 
-    Trials without a run directory get a new one. Raise ConfigError if this, or a search, needs new run directories but
-    the code has changed.
+    Create missing run directories first. Raise ConfigError if new run directories are needed, which is always so for a
+    search, but the code has changed since the sweep started.
     """
     say(f"continuing {display_path(sweep.folder)}, the same sweep (--new starts another)")
     missing = [] if spec.search else [trial for trial in trials if sweep.status(trial.index) == GONE]
@@ -143,7 +143,7 @@ def _continue_sweep(
         )
     for trial in missing:
         sweeps.freeze_trial(sweep, trial, resources, environment)
-    return _run_gaps(sweep, backend, environment, _proposals(sweep, spec, resources, environment))
+    return _run_unfinished_trials(sweep, backend, environment, _make_proposals(sweep, spec, resources, environment))
 
 
 def _start_new_sweep(
@@ -153,14 +153,15 @@ def _start_new_sweep(
     resources: Resources,
     environment: Mapping[str, str],
 ) -> int:
-    """Make the directory of a sweep, run its trials, and return the exit code.
+    """Create the directory of a sweep, run or submit its trials, and return the exit code.
 
-    If a ConfigError prevents the first run, remove the directory. It stays if a job may have been submitted.
+    If a ConfigError prevents the first run, remove the directory and raise the error. The directory stays if a job may
+    have been submitted.
     """
-    sweep = sweeps.new_sweep(spec, trials, resources, environment)
+    sweep = sweeps.create_sweep(spec, trials, resources, environment)
     say(f"{spec.search.trials if spec.search else len(trials)} runs in {display_path(sweep.folder)}")
     try:
-        return _run_gaps(sweep, backend, environment, _proposals(sweep, spec, resources, environment))
+        return _run_unfinished_trials(sweep, backend, environment, _make_proposals(sweep, spec, resources, environment))
     except ConfigError as error:
         started = sweep.record.get("jobs") or any(sweep.folder.glob("cells/*/metrics.jsonl"))
         if not started and not isinstance(error, MaybeSubmitted):
@@ -168,14 +169,14 @@ def _start_new_sweep(
         raise
 
 
-def _proposals(
+def _make_proposals(
     sweep: sweeps.Sweep, spec: SweepSpec, resources: Resources, environment: Mapping[str, str]
 ) -> Proposals | None:
-    """Return the trials that a search proposes, or None for a sweep without a search."""
+    """Return the iterator over the trials that Optuna proposes, or None for a sweep without a search."""
     return Proposals(sweep, spec, spec.search, resources, environment) if spec.search else None
 
 
-def _list_runs(spec: SweepSpec, trials: Sequence[Trial], sweep: sweeps.Sweep | None) -> int:
+def _print_runs(spec: SweepSpec, trials: Sequence[Trial], sweep: sweeps.Sweep | None) -> int:
     """Print the runs of a sweep, or the possible values of a search, and return 0; nothing is started."""
     lines, count = [trial.name for trial in trials], len(trials)
     if search := spec.search:
@@ -189,25 +190,25 @@ def _list_runs(spec: SweepSpec, trials: Sequence[Trial], sweep: sweeps.Sweep | N
     return 0
 
 
-def resume(sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str, str]) -> int:
-    """Run the unfinished trials of a sweep and return the exit code.
+def resume_sweep(sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str, str]) -> int:
+    """Run or submit the trials of a sweep that are not completed, for ``grpo sweep --resume``; return the exit code.
 
-    Raise ConfigError for a search, which needs its keys to continue, and if a run directory is missing.
+    Raise ConfigError for a search, which can't continue without its keys, and if a run directory is missing.
     """
     if "search" in sweep.record:
         message = f"{display_path(sweep.folder)} is a search, which needs its keys to continue"
         raise config_error("--resume", message, f"run its command again: {sweep.resume_command()}")
-    missing = [sweep.names[index] for index in sweep.gaps() if sweep.status(index) == GONE]
+    missing = [sweep.names[index] for index in sweep.find_unfinished_trials() if sweep.status(index) == GONE]
     if missing:
         message = f"the run directory of {', '.join(missing)} is gone"
         raise config_error("--resume", message, f"create it again: {sweep.record['command']}")
-    return _run_gaps(sweep, backend, backend.environment(environment))
+    return _run_unfinished_trials(sweep, backend, backend.environment(environment))
 
 
-def run_task(folder: Path, environment: Mapping[str, str]) -> int:
-    """Run the trial of this array task, write the comparison with its result, and return its exit code.
+def run_array_task(folder: Path, environment: Mapping[str, str]) -> int:
+    """Run the trial of this Slurm array task, write the sweep's page with its result, and return its exit code.
 
-    Raise ConfigError if the variable with the index of the task is not the index of a trial.
+    SLURM_ARRAY_TASK_ID in ``environment`` selects the trial; raise ConfigError if it is not the index of a trial.
     """
     sweep = sweeps.Sweep.read(folder)
     task = environment.get(INDEX, "")  # set by Slurm
@@ -216,22 +217,22 @@ def run_task(folder: Path, environment: Mapping[str, str]) -> int:
     index = int(task)
     say(f"trial {index + 1} of {len(sweep.names)}: {sweep.names[index]}")
     code = run_trial(sweep, index, SignalForwarder(), environment, None)
-    print_line(_comparison(sweep)[-1])
+    print_line(_write_comparison(sweep)[-1])
     return code
 
 
-def _run_gaps(
+def _run_unfinished_trials(
     sweep: sweeps.Sweep, backend: Backend, environment: Mapping[str, str], proposals: Proposals | None = None
 ) -> int:
-    """Run the remaining trials of a sweep, or submit them as a Slurm job, and return the exit code.
+    """Run the unfinished trials of a sweep one after the other, or submit them as one Slurm array job.
 
-    Without a search, these are the trials that are neither completed nor queued nor running. ``proposals`` are the
-    remaining trials of a search, which adds more. Trials run one after the other, and the comparison is printed at the
-    end. After a submission, return 0 without a comparison.
+    Trials that are queued or running elsewhere are skipped. ``proposals`` are the remaining trials of a search. The
+    sweep's directory is locked during the runs. Return the exit code of the runs and print the comparison, or 0 after a
+    submission.
     """
     with os.fdopen(lock_run(Run(sweep.folder))):
         stop_file(sweep.folder).unlink(missing_ok=True)
-        gaps, queued = sweep.gaps(), tasks_in_queue(sweep.record["jobs"])
+        gaps, queued = sweep.find_unfinished_trials(), tasks_in_queue(sweep.record["jobs"])
         if proposals:  # they wait for runs that are still saving
             pending = gaps
         else:
@@ -249,23 +250,23 @@ def _run_gaps(
             code = run_sequentially(sweep, proposals, environment, count, proposals.report)
         else:
             code = run_sequentially(sweep, pending, environment, count)
-    for line in _comparison(sweep):
+    for line in _write_comparison(sweep):
         print_line(line)
     return code
 
 
-def _comparison(sweep: sweeps.Sweep) -> list[str]:
-    """Write the comparison page of a sweep, and return lines with its table, unfinished trials and the page's path.
+def _write_comparison(sweep: sweeps.Sweep) -> list[str]:
+    """Write the page of a sweep, and return lines to print: its table, unfinished trials and the page's path.
 
-    If trials are left to run, a line has the command for them. If writing fails, return a line with the error instead
-    of raising it, since the runs are done.
+    If trials remain to run, a line has the command for them. If writing fails, return a line with the error instead of
+    raising it, since the runs are done.
     """
     folder = shell_path(sweep.folder)
     try:
-        page, results = sweeps.write_sweep(sweep)
+        page, results = sweeps.write_sweep_page(sweep)
     except Exception as error:
         return [f"comparison not written ({type(error).__name__}: {error}). Try again with: grpo report {folder}"]
-    lines = [sweeps.text_table(sweep, results)]
+    lines = [sweeps.format_table(sweep, results)]
     unfinished = [f"{result.name} ({result.status})" for result in results if result.status != COMPLETED]
     if unfinished:
         lines.append(f"grpo: not completed: {', '.join(unfinished)}")
@@ -281,11 +282,12 @@ def submit_array(
     max_parallel: int | None,
     environment: Mapping[str, str],
 ) -> int:
-    """Submit the trials ``indices`` as one array job, record its id in the sweep, and return the id.
+    """Submit the trials ``indices`` as one Slurm array job, and return its id.
 
-    At most ``max_parallel`` tasks run at the same time; None sets no limit.
+    The id is also recorded in ``sweep.json`` and in the run directories. At most ``max_parallel`` tasks run at the same
+    time; None sets no limit.
     """
-    name, array = profile.job_name or str(sweep.record["name"]), array_text(indices, max_parallel)
+    name, array = profile.job_name or str(sweep.record["name"]), format_array_indices(indices, max_parallel)
     command = ["grpo", "sweep", "--cell", str(sweep.folder)]
     variables = submission.frozen_environment(sweep.trial_dir(indices[0]), environment)
     script = render(profile, name, command, variables, Path.cwd(), array, log="%A_%a")
@@ -299,8 +301,8 @@ def submit_array(
     return job
 
 
-def array_text(indices: Sequence[int], max_parallel: int | None = None) -> str:
-    """Return indices in the format of sbatch's ``--array``, e.g. ``0-2,5%2``."""
+def format_array_indices(indices: Sequence[int], max_parallel: int | None = None) -> str:
+    """Return indices in the format of sbatch's ``--array``: ``0-2,5%2`` for 0, 1, 2 and 5, two at the same time."""
     ranges = []
     for _, pairs in groupby(enumerate(sorted(indices)), lambda pair: pair[1] - pair[0]):
         consecutive = [index for _, index in pairs]
@@ -310,7 +312,7 @@ def array_text(indices: Sequence[int], max_parallel: int | None = None) -> str:
 
 
 class SignalForwarder:
-    """Forward the signals of a sweep to the running launch, which saves and ends.
+    """Run launches as child processes, and forward the signals of the sweep to the running launch, which then stops.
 
     A launch runs in a separate session, so that a Ctrl-C reaches it once, through this class. All signals except USR1
     are forwarded as SIGINT: ``scancel`` also sends SIGTERM to the launch itself, and a second SIGTERM would end the
@@ -325,33 +327,34 @@ class SignalForwarder:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             # nohup and background jobs of a shell ignore signals on purpose, but a batch script sends USR1 to us.
             if signum == signal.SIGUSR1 or signal.getsignal(signum) != signal.SIG_IGN:
-                signal.signal(signum, self._handle)
+                signal.signal(signum, self._handle_signal)
 
-    def _handle(self, signum: int, _: object) -> None:
-        """Remember the first signal, and forward every signal to the running launch."""
+    def _handle_signal(self, signum: int, _: object) -> None:
+        """Store the first signal in ``first_signal``, and forward every signal to a running launch."""
         self.first_signal = self.first_signal or signum
         if self._child is not None:
             self._forward(self._child, signum)
 
     def _forward(self, child: subprocess.Popen[bytes], signum: int) -> None:
-        """Send SIGUSR1 to a launch that has not ended if ``signum`` is SIGUSR1, else SIGINT."""
+        """Send SIGUSR1 if ``signum`` is SIGUSR1, otherwise SIGINT, to a launch; do nothing if it has ended."""
         if child.poll() is None:
             self._signaled.add(child.pid)
             child.send_signal(signum if signum == signal.SIGUSR1 else signal.SIGINT)
 
     def stop_requested(self) -> bool:
-        """Return whether a signal or ``grpo stop`` requested the end of the sweep.
+        """Return whether a signal, or the stop file that ``grpo stop`` writes, requested the end of the sweep.
 
-        A request of ``grpo stop`` is forwarded to the running launch as SIGINT.
+        If a stop file is found, also send SIGINT to the running launch.
         """
         if self.first_signal is None and self._request is not None and self._request.exists():
-            self._handle(signal.SIGINT, None)
+            self._handle_signal(signal.SIGINT, None)
         return self.first_signal is not None
 
     def run(self, argv: Sequence[str], environment: Mapping[str, str], log: Path | None) -> int:
-        """Run a launch to its end, forward signals to it, and return its exit code, 128+n for a signal.
+        """Start a launch as a child process, wait for its end, and return its exit code, 128+n after signal n.
 
-        Its output is appended to ``log``, or goes to the output of this process.
+        Signals that arrive are forwarded to it. Its output is appended to ``log``, or goes to the output of this
+        process if ``log`` is None.
         """
         end_with_us = functools.partial(die_with_parent, os.getpid())
         with log.open("ab") if log else nullcontext() as file:
@@ -373,17 +376,17 @@ class SignalForwarder:
 def run_trial(
     sweep: sweeps.Sweep, index: int, forwarder: SignalForwarder, environment: Mapping[str, str], log: Path | None
 ) -> int:
-    """Run or continue a trial with the code that was frozen with it; return the exit code of its launch.
+    """Run ``grpo launch --resume`` in a trial's run directory with the code copied there; return its exit code.
 
-    A launch that fails before it starts its attempt is recorded as failed. The output is appended to ``log``, or goes
-    to the output of this process if it is None.
+    If the launch fails before it writes a status itself, write the status "failed" to the run's ``summary.json``. The
+    output is appended to ``log``, or goes to the output of this process if ``log`` is None.
     """
     folder = sweep.trial_dir(index)
     argv = python_module("grpo_recipes", "launch", "--resume", str(folder))
     code = forwarder.run(argv, {**environment, **submission.frozen_environment(folder, environment)}, log)
     summary = read_json(folder / "summary.json")
     if code and summary.get("status") == SUBMITTED:  # the launch recorded nothing itself
-        cause = _last_line(folder / LOG) or "rejected before it started; see the output of the job"
+        cause = _read_last_message(folder / LOG) or "rejected before it started; see the output of the job"
         write_json(folder / "summary.json", {**summary, "status": "failed", "exit_code": code, "cause": cause})
     return code
 
@@ -395,11 +398,11 @@ def run_sequentially(
     count: int,
     report: Callable[[int, int], None] = lambda index, code: None,
 ) -> int:
-    """Run trials one after the other; a failed trial is reported, and the others continue.
+    """Run trials one after the other and print how each ended; a failed trial does not stop the others.
 
-    ``report`` receives the index and the exit code of each trial that was not ended by a signal. ``count`` is the
-    number of trials in messages. Return 0, the code of the first trial that did not complete, or 75 if a signal left
-    trials over.
+    ``report`` is called with the index and the exit code of each trial that was not ended by a signal. ``count`` is the
+    number of trials, for messages. After a signal or ``grpo stop``, no further trial starts. Return 0, the exit code of
+    the first trial that did not complete, or 75 after a signal that ended no trial.
     """
     forwarder, first_failure = SignalForwarder(stop_file(sweep.folder)), 0
     remaining, number = iter(indices), 0
@@ -415,7 +418,7 @@ def run_sequentially(
         if code == 0:
             say(f"{trial} completed: reward {summary.get('initial_reward')} -> {summary.get('final_reward')}")
             continue
-        cause = summary.get("cause") if summary.get("exit_code") == code else _last_line(folder / LOG)
+        cause = summary.get("cause") if summary.get("exit_code") == code else _read_last_message(folder / LOG)
         stopped = f"stopped after step {summary.get('steps', 0)}"
         ending = stopped if code == EXIT_STOPPED else f"failed with exit code {code}"
         say(f"{trial} {ending}: {cause or 'see its log'}")
@@ -426,7 +429,7 @@ def run_sequentially(
     return first_failure
 
 
-def _last_line(log: Path) -> str:
-    """Return the last message of a launch in its log, without the prefix ``grpo:``."""
+def _read_last_message(log: Path) -> str:
+    """Return the last line of a log that starts with ``grpo:``, without this prefix; "" without such a line or log."""
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
     return next((line.removeprefix("grpo: ") for line in reversed(lines) if line.startswith("grpo: ")), "")

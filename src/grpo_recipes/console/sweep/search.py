@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.console.sweep import folder as sweeps
-from grpo_recipes.console.sweep.spec import Search, Span, SweepSpec, Trial, name_of, numbered
+from grpo_recipes.console.sweep.spec import Search, Span, SweepSpec, Trial, make_trial_name, prefix_number
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error, translate
 from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.plan.devices import Resources
@@ -33,7 +33,7 @@ _MAX_REPEATS = 100  # proposals in a row without a new run
 _ENDING_SECONDS = 300  # limit for the end of a trial after its search was killed
 
 
-def need_optuna() -> None:
+def require_optuna() -> None:
     """Raise a ConfigError if Optuna is not installed."""
     if importlib.util.find_spec("optuna") is None:
         raise config_error("--search optuna", "Optuna is not installed", f"install it with: {INSTALL}")
@@ -76,29 +76,29 @@ class Proposals:
 
     def __iter__(self) -> Iterator[int]:
         """Yield each trial when it may run; the caller calls ``report`` before it requests the next one."""
-        self._reconcile()
-        for index in self.sweep.gaps():
-            yield self._freeze(index)
-        while len(self._trials) < self.search.trials and self._propose():
-            yield self._freeze(len(self._trials) - 1)
+        self._reconcile_with_study()
+        for index in self.sweep.find_unfinished_trials():
+            yield self._ensure_run_directory(index)
+        while len(self._trials) < self.search.trials and self._propose_trial():
+            yield self._ensure_run_directory(len(self._trials) - 1)
 
     def report(self, index: int, code: int) -> None:
-        """Report a trial's metric or failure to Optuna, and record it in the sweep.
+        """Report a trial's metric or failure to Optuna, and write it to ``sweep.json``.
 
         A stopped trial (``code`` 75) is not reported, since it resumes later. A completed trial without the metric
         counts as failed.
         """
         if code == EXIT_STOPPED:
             return
-        value = sweeps.objective(self.sweep.trial_dir(index), self.search.metric) if code == 0 else None
+        value = sweeps.read_metric_value(self.sweep.trial_dir(index), self.search.metric) if code == 0 else None
         if code == 0 and value is None:
             say(f"{self.sweep.names[index]} has no {self.search.metric} and is reported to Optuna as failed")
-        self._tell(self._trials[index]["number"], value)
+        self._report_to_optuna(self._trials[index]["number"], value)
         self._trials[index]["value"] = value
-        self._write()
+        self._write_record()
 
-    def _reconcile(self) -> None:
-        """Make Optuna's study and the sweep's record agree, in case a kill came between their updates.
+    def _reconcile_with_study(self) -> None:
+        """Make Optuna's study and ``sweep.json`` agree, in case the search was killed between their updates.
 
         A trial that is only in the study is reported to Optuna as failed. A result that is only in the study is added
         to the record. For other trials without a result, wait until their runs have ended, and report the completed
@@ -108,45 +108,46 @@ class Proposals:
         for study_trial in self._study.trials:
             trial = by_number.get(study_trial.number)
             if trial is None:
-                self._tell(study_trial.number, None)
+                self._report_to_optuna(study_trial.number, None)
             elif study_trial.state.is_finished():
                 trial.setdefault("value", study_trial.value)
-        for index in self.sweep.gaps():
+        for index in self.sweep.find_unfinished_trials():
             self._wait_for_end(self.sweep.trial_dir(index))
             if self.sweep.status(index) == COMPLETED:
                 self.report(index, 0)
-        self._write()
+        self._write_record()
 
-    def _propose(self) -> bool:
-        """Ask Optuna for the next trial and add it to the record; return False if Optuna proposes no new trial.
+    def _propose_trial(self) -> bool:
+        """Request the next trial from Optuna and add it to ``sweep.json``; return False if there is no new trial.
 
-        Proposals that equal an earlier trial or can't run are reported to Optuna at once, and Optuna is asked again.
+        A proposal that equals an earlier trial or can't run is reported to Optuna at once, and another one is
+        requested. After 100 such proposals in a row, end the search: the current number of trials becomes its total.
         """
         from optuna.samplers import TPESampler
 
-        seed = int(self._recipe({key: texts[0] for key, texts in self.spec.axes.items()})["seed"])
-        space = {key: _distribution(texts, self.search.spans.get(key)) for key, texts in self.spec.axes.items()}
+        seed = int(self._resolve_recipe({key: texts[0] for key, texts in self.spec.axes.items()})["seed"])
+        space = {key: _make_distribution(texts, self.search.spans.get(key)) for key, texts in self.spec.axes.items()}
         for _ in range(_MAX_REPEATS):
             self._study.sampler = TPESampler(seed=(seed + len(self._study.trials)) % 2**32)
             proposal = self._study.ask(space)
-            values = {key: _text(proposal.params[key]) for key in space}
+            values = {key: _format_value(proposal.params[key]) for key in space}
             same = next((trial for trial in self._trials if trial["values"] == values), None)
             if same is not None:  # a repeated run would have the same result
-                self._tell(proposal.number, same.get("value"))
+                self._report_to_optuna(proposal.number, same.get("value"))
                 continue
             try:
-                make_plan(self._recipe(values), self.resources, self.environment)
+                make_plan(self._resolve_recipe(values), self.resources, self.environment)
             except ConfigError as error:
-                say(f"{name_of(values)} can't run, so Optuna chooses other values: {error}")
-                self._tell(proposal.number, None)
+                say(f"{make_trial_name(values)} can't run, so Optuna chooses other values: {error}")
+                self._report_to_optuna(proposal.number, None)
                 continue
-            name = numbered(len(self._trials), name_of(values))
+            name = prefix_number(len(self._trials), make_trial_name(values))
             self._trials.append({"name": name, "values": values, "number": proposal.number})
-            self._write()
+            self._write_record()
             return True
         say(f"search ended: Optuna proposes no new trial after {len(self._trials)}")
         self.sweep.record["search"]["trials"] = len(self._trials)
-        self._write()
+        self._write_record()
         return False
 
     def _wait_for_end(self, folder: Path) -> None:
@@ -161,34 +162,34 @@ class Proposals:
                 raise config_error(display_path(folder), message, f"stop it with grpo stop {shell_path(folder)}")
             time.sleep(0.5)
 
-    def _freeze(self, index: int) -> int:
-        """Make the trial's run directory if it is missing; return the index."""
+    def _ensure_run_directory(self, index: int) -> int:
+        """Create the trial's run directory if it is missing or incomplete; return the index."""
         if self.sweep.status(index) == GONE:
             shutil.rmtree(self.sweep.trial_dir(index), ignore_errors=True)
             values = self._trials[index]["values"]
-            trial = Trial(index, self.sweep.names[index], values, self._recipe(values))
+            trial = Trial(index, self.sweep.names[index], values, self._resolve_recipe(values))
             sweeps.freeze_trial(self.sweep, trial, self.resources, self.environment)
         return index
 
-    def _recipe(self, values: Mapping[str, str]) -> Recipe:
-        """Return the checked recipe of a trial with these values; ConfigError lists its problems."""
+    def _resolve_recipe(self, values: Mapping[str, str]) -> Recipe:
+        """Load and check the recipe of a trial with these values; raise ConfigError with all of its problems."""
         spec, device = self.spec, self.resources.device
-        return resolve_recipe(spec.recipe, spec.task, spec.flags_of(values), self.environment, device)
+        return resolve_recipe(spec.recipe, spec.task, spec.make_flags(values), self.environment, device)
 
-    def _tell(self, number: int, value: float | None) -> None:
-        """Report a trial's result to Optuna, None as a failure; a trial with a result keeps it."""
+    def _report_to_optuna(self, number: int, value: float | None) -> None:
+        """Report the result of Optuna's trial ``number``: a value, or None for a failure; an earlier report is kept."""
         from optuna.trial import TrialState
 
         state = TrialState.FAIL if value is None else TrialState.COMPLETE
         self._study.tell(number, value, state=state, skip_if_finished=True)
 
-    def _write(self) -> None:
-        """Write sweep.json."""
+    def _write_record(self) -> None:
+        """Write the sweep's record to ``sweep.json``."""
         write_json(self.sweep.folder / sweeps.RECORD, self.sweep.record)
 
 
-def _distribution(texts: Sequence[str], span: Span | None) -> Any:
-    """Return Optuna's description of the possible values of a key: a range, or a list if ``span`` is None."""
+def _make_distribution(texts: Sequence[str], span: Span | None) -> Any:
+    """Return an Optuna distribution: of a number in the range ``span``, or of one of ``texts`` if ``span`` is None."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if span is None:
@@ -198,6 +199,6 @@ def _distribution(texts: Sequence[str], span: Span | None) -> Any:
     return FloatDistribution(span.low, span.high, log=span.log)
 
 
-def _text(value: Any) -> str:
-    """Return a value as the text of a recipe flag; numbers keep six digits."""
+def _format_value(value: Any) -> str:
+    """Return a proposed value as the text of a recipe flag; floats are rounded to six significant digits."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,6 +1,7 @@
-"""Parse the axes of a sweep (``key=v1,v2``, ``key=1..3``), and make its trials. Pure: no torch.
+"""Parse the axes of a sweep (``key=v1,v2``, ``key=1..3``), and make its trials. Nothing is written, no torch is needed.
 
-A search chooses from lists and from ranges of numbers: ``key=1e-6..1e-4``, ``key=log:1e-6..1e-4``.
+An axis is a recipe key with the values to try. A trial has one value of each axis, and its checked recipe. A search
+chooses from lists and from ranges of numbers: ``key=1e-6..1e-4``, ``key=log:1e-6..1e-4``.
 """
 
 import csv
@@ -65,8 +66,8 @@ class SweepSpec:
     task: str | None = None  # value of --task
     search: Search | None = None  # None to run every combination
 
-    def flags_of(self, values: Mapping[str, str]) -> list[str]:
-        """Return the recipe flags of the trial with these values."""
+    def make_flags(self, values: Mapping[str, str]) -> list[str]:
+        """Return the recipe flags of the trial with these values: the flags of all trials, then ``--KEY=VALUE``."""
         return [*self.flags, *(f"--{key}={value}" for key, value in values.items())]
 
 
@@ -91,16 +92,16 @@ def is_number(key: str) -> bool:
 
 
 def read_axes(words: Sequence[str], flags: Iterable[str]) -> dict[str, list[str]]:
-    """Parse words ``key=values`` to key -> values, in the order of the words.
+    """Parse words ``key=values`` to a mapping from each key to its list of values, in the order of the words.
 
-    ``flags`` are the flags of all runs. A ConfigError lists wrong words, keys that are given twice or also as a flag,
-    and too many trials.
+    ``flags`` are the recipe flags of all runs. Raise ConfigError with all wrong words and all keys that are given twice
+    or also as a flag, and if there are no words or more than 1,000 combinations.
     """
-    fixed = {_canonical(name) for name, _ in read_flags(flags, [])}
+    fixed = {_normalize_key(name) for name, _ in read_flags(flags, [])}
     axes: dict[str, list[str]] = {}
 
     def read(word: str) -> None:
-        """Add one axis; ConfigError if it is wrong or given twice."""
+        """Parse one word and store it in ``axes``; raise ConfigError if it is wrong or given twice."""
         key, values = _read_axis(word)
         if key in axes:
             raise config_error(word, f"'{key}' is swept twice", "put all its values into one word")
@@ -118,7 +119,7 @@ def read_axes(words: Sequence[str], flags: Iterable[str]) -> dict[str, list[str]
     return axes
 
 
-def read_space(words: Sequence[str], flags: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, Span]]:
+def read_search_space(words: Sequence[str], flags: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, Span]]:
     """Parse the words of a search: return the values of each key, and the spans of the keys with a range of numbers.
 
     A range such as ``learning_rate=1e-6..1e-4`` is in both results: its values are its two ends. ``flags`` are the
@@ -130,7 +131,7 @@ def read_space(words: Sequence[str], flags: Iterable[str]) -> tuple[dict[str, li
     def replace_span(word: str) -> str:
         """Store a range in ``spans`` and return the list of its two ends; return other words unchanged."""
         match = _AXIS.fullmatch(word)
-        key, text = (_canonical(match[1]), match[2]) if match else ("", "")
+        key, text = (_normalize_key(match[1]), match[2]) if match else ("", "")
         span = _SPAN.fullmatch(text)
         if key == SEED:
             fix = "use --seed N for all trials, and sweep the best values over seed=1..5"
@@ -144,9 +145,10 @@ def read_space(words: Sequence[str], flags: Iterable[str]) -> tuple[dict[str, li
 
 
 def _read_span(key: str, match: re.Match[str], word: str) -> Span:
-    """Return the range of numbers of ``key`` from its match; raise ConfigError if its ends are wrong.
+    """Convert the match of a range ``LOW..HIGH`` or ``log:LOW..HIGH`` to a ``Span``.
 
-    ``word`` is the word on the command line, for the message.
+    ``key`` decides whether its ends are integers, and ``word`` is the word on the command line, for messages. Raise
+    ConfigError if an end is not a number, if the lower end is not first, or for a log scale of numbers up to 0.
     """
     whole = catalogue()[key]["type"] == "int"
     kind = "whole numbers" if whole else "numbers"
@@ -161,18 +163,21 @@ def _read_span(key: str, match: re.Match[str], word: str) -> Span:
     return Span(low, high, bool(match[1]), whole)
 
 
-def _canonical(name: str) -> str:
-    """Return the recipe key of a name on the command line, which may be an alias or have hyphens."""
+def _normalize_key(name: str) -> str:
+    """Return the recipe key of a name on the command line: replace hyphens by underscores, and an alias by its key."""
     name = name.replace("-", "_")
     return ALIASES.get(name, name)
 
 
 def _read_axis(word: str) -> tuple[str, list[str]]:
-    """Return the key and the list of values of a word ``key=values``; raise ConfigError if the key can't be varied."""
+    """Parse a word ``key=v1,v2`` or ``key=1..3``; return the key and the list of its values as texts.
+
+    Raise ConfigError if the word has another format, the key is unknown or can't be varied, or a value is empty.
+    """
     if (match := _AXIS.fullmatch(word)) is None:
         fix = "put the recipe first, then e.g. seed=1..3, then --flags"
         raise config_error(f"'{word}'", "expected key=value,value", fix)
-    key, text = _canonical(match[1]), match[2]
+    key, text = _normalize_key(match[1]), match[2]
     if key in _SET_BY_SWEEP:
         raise config_error(word, f"'{key}' is set by the sweep", _SET_BY_SWEEP[key])
     if key in BOOKKEEPING_KEYS:
@@ -190,7 +195,11 @@ def _read_axis(word: str) -> tuple[str, list[str]]:
 
 
 def _read_range(key: str, part: str, word: str) -> list[str]:
-    """Return the whole numbers of a range ``1..3``; ConfigError if it is not a range."""
+    """Return the integers of a range as texts, for example 1, 2 and 3 for ``1..3``.
+
+    Raise ConfigError if ``part`` is not a range, is reversed, or has more than 1,000 values. ``key`` and ``word`` are
+    for messages.
+    """
     if (match := _RANGE.fullmatch(part)) is None:
         fix = f"use {key}=1..3 for 1, 2 and 3, or add --search optuna --trials N to search a range"
         raise config_error(word, f"'{part}' is not a range of whole numbers", fix)
@@ -203,42 +212,46 @@ def _read_range(key: str, part: str, word: str) -> list[str]:
 
 
 def make_trials(spec: SweepSpec, environment: Mapping[str, str], device: str) -> list[Trial]:
-    """Return a trial for every combination of the values; the last axis varies fastest.
+    """Return a trial for every combination of the values, each with its checked recipe; the last axis varies fastest.
 
-    A ConfigError lists every problem of every trial's recipe, and axes that change nothing.
+    Raise ConfigError with the problems of all recipes, or with the axes that change nothing.
     """
     combinations = [dict(zip(spec.axes, values, strict=True)) for values in itertools.product(*spec.axes.values())]
-    names = [name_of(values) for values in combinations]
+    names = [make_trial_name(values) for values in combinations]
     if len(set(names)) < len(names) or max(map(len, names)) > _MAX_NAME:
-        names = [numbered(number, name) for number, name in enumerate(names)]
+        names = [prefix_number(number, name) for number, name in enumerate(names)]
 
     def make_trial(index: int) -> Trial:
         """Return the trial with this index and its checked recipe."""
         values = combinations[index]
-        recipe = resolve_recipe(spec.recipe, spec.task, spec.flags_of(values), environment, device)
+        recipe = resolve_recipe(spec.recipe, spec.task, spec.make_flags(values), environment, device)
         return Trial(index, names[index], values, recipe)
 
-    trials = for_each({name: index for index, name in enumerate(names)}, make_trial)
-    problems = [problem for key, values in spec.axes.items() if (problem := _axis_problem(key, values, trials))]
+    trials = map_trials({name: index for index, name in enumerate(names)}, make_trial)
+    problems = [problem for key, values in spec.axes.items() if (problem := _find_axis_problem(key, values, trials))]
     if problems:
         raise ConfigError(*problems)
     return trials
 
 
-def name_of(values: Mapping[str, str]) -> str:
-    """Return a name for a trial's folder, made from its values; long values are cut, so names may be equal."""
+def make_trial_name(values: Mapping[str, str]) -> str:
+    """Return a name for a trial's folder such as ``learning_rate=1e-6,seed=2``.
+
+    Only the last 40 characters of a value are used, so the names of two trials may be equal.
+    """
     return ",".join(f"{key}={_UNSAFE.sub('-', value)[-_MAX_VALUE:]}" for key, value in values.items())
 
 
-def numbered(number: int, name: str) -> str:
-    """Return the name with the trial's number in front, which makes it unique, cut to 100 characters."""
+def prefix_number(number: int, name: str) -> str:
+    """Return ``NUMBER,NAME``, cut to 100 characters: a unique name for a trial's folder."""
     return f"{number},{name}"[:_MAX_NAME]
 
 
-def for_each(items: Mapping[str, Item], work: Callable[[Item], Made]) -> list[Made]:
-    """Return ``work(item)`` of each item; the keys of ``items`` are names of trials.
+def map_trials(items: Mapping[str, Item], work: Callable[[Item], Made]) -> list[Made]:
+    """Call ``work`` on each item and return the results; the keys of ``items`` are names of trials.
 
-    If ``work`` raises ConfigErrors, raise one with each problem once and the names of its trials.
+    If calls raise ConfigError, continue, and at the end raise one ConfigError. It has each problem once, with the names
+    of its trials unless all trials have it.
     """
     results: list[Made] = []
     problems: dict[Problem, list[str]] = {}
@@ -258,8 +271,11 @@ def for_each(items: Mapping[str, Item], work: Callable[[Item], Made]) -> list[Ma
     return results
 
 
-def _axis_problem(key: str, values: Sequence[str], trials: Sequence[Trial]) -> Problem | None:
-    """Return a problem if the values of a key make no difference between the trials, else None."""
+def _find_axis_problem(key: str, values: Sequence[str], trials: Sequence[Trial]) -> Problem | None:
+    """Return a problem if sweeping a key is useless, else None.
+
+    It is useless if it has a single value, if two values are equal, or if the key has no effect in any trial's recipe.
+    """
     where = f"{key}={','.join(values)}"
     if len(values) == 1:
         message = f"'{key}' has only one value, so it is not varied"
