@@ -139,13 +139,13 @@ def test_nothing_is_learned_from_what_stands_for_a_failed_completion(server: Fak
 
     losses = []
     for token in (0, 7):
-        external._FAILED = ([token], [0.0])
+        external._PLACEHOLDER = ([token], [0.0])
         try:
             server.failing = 3
             (tmp_path / "run/metrics.jsonl").unlink(missing_ok=True)
             run(server, tmp_path, max_steps=4, max_concurrent_requests=1, entropy_coef=0.1)
         finally:
-            external._FAILED = ([0], [0.0])
+            external._PLACEHOLDER = ([0], [0.0])
         losses.append([row["grad_norm"] for row in rows(tmp_path)])
     assert losses[0] == losses[1]
 

@@ -46,7 +46,7 @@ def test_a_stream_trains_as_its_rows_do(tmp_path: Path, model: str, monkeypatch:
 def test_a_checkpoint_of_a_stream_notes_its_order(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fixed_completions, "as_dataset", as_stream)
     trainer = trained(tmp_path, model, save_steps=2)
-    order = trainer.checkpoints._order_of_data()
+    order = trainer.checkpoints._collect_order_settings()
     assert order["prompts"] is None and order["prompts of a generation"] == 2
     resumed = make_trainer(tmp_path, model, GRPOTrainer, **{**KEYS, "save_steps": 2})
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoints/checkpoint-2"))

@@ -331,7 +331,7 @@ def test_no_handle_is_a_pickle(gpu, tmp_path):
     places = worker.grpo_share(file=str(tmp_path / "none"), sync=1)["parameters"]
     assert all(type(value) in (str, int, bool, list) for place in places.values() for value in place.values())
     place = {**places["embed.weight"], "tensor_cls": "os.system", "storage_cls": "os.system"}
-    assert type(plugin.imported(place, torch.device("cpu"))) is torch.Tensor
+    assert type(plugin.import_tensor(place, torch.device("cpu"))) is torch.Tensor
 
 
 def test_a_gpu_has_written_all_before_the_server_is_asked_to_read(gpu, tmp_path, monkeypatch):
