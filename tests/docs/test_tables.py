@@ -295,7 +295,7 @@ def test_what_the_page_says_is_refused_is_refused(capsys: pytest.CaptureFixture[
 
 def test_checks_of_the_doctor_that_are_named_exist() -> None:
     known = {get_check_name(check) for check in (*MACHINE, *RECIPE, *RUN)}
-    rows = table_rows(DOCS / "troubleshooting.md", "what is seen")
+    rows = table_rows(DOCS / "troubleshooting.md", "symptom")
     assert len(rows) >= 5
     assert {name for row in rows for name in row[2].split(", ")} <= known
 
