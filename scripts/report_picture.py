@@ -29,9 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HOME / "docs/assets", help="folder of the pictures")
     folder = parser.parse_args().out
-    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    if browser is None:
-        raise SystemExit(f"no browser: put one of {', '.join(BROWSERS)} on the path")
+    browser = find_browser()
     with tempfile.TemporaryDirectory() as temporary:
         recipe = {"model_name_or_path": ("none: a made-up run", ""), "dataset_name": ("none", "")}
         summary = {"restarts": 0}
@@ -44,11 +42,19 @@ def main() -> None:
             print(folder / f"report-{name}.webp")
 
 
-def photograph(browser: str, page: Path, picture: Path, *, dark: bool) -> None:
-    """Draw the first screen of a page, in light or dark colours."""
+def find_browser() -> str:
+    """Return the path of a browser; exit if there is none."""
+    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if browser is None:
+        raise SystemExit(f"no browser: put one of {', '.join(BROWSERS)} on the path")
+    return browser
+
+
+def photograph(browser: str, page: Path, picture: Path, *, dark: bool, size: tuple[int, int] = SIZE) -> None:
+    """Draw the first screen of a page, in light or dark colors, in a window of ``size`` pixels."""
     argv = [
         browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-        f"--user-data-dir={picture.parent}/profile", f"--window-size={SIZE[0]},{SIZE[1]}",
+        f"--user-data-dir={picture.parent}/profile", f"--window-size={size[0]},{size[1]}",
         f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--virtual-time-budget=3000",
         f"--screenshot={picture}", page.as_uri(),
     ]  # fmt: skip
