@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 from doc_pages import REPOSITORY
+from PIL import Image
 
 from scripts import pictures
 
@@ -43,3 +44,9 @@ def test_the_terminal_shows_what_the_command_prints() -> None:
     lines = [html.unescape(text).replace("\xa0", " ") for text in texts]
     printed = " ".join(pictures.check_output().split())
     assert printed in " ".join(" ".join(lines).split()), "run: python -m scripts.pictures terminal"
+
+
+@pytest.mark.parametrize("name", ["light", "dark"])
+def test_the_page_of_a_sweep_has_its_size(name: str) -> None:
+    path = ASSETS / f"sweep-{name}.webp"
+    assert Image.open(path).size == pictures.SWEEP_SIZE and path.stat().st_size < 150_000
