@@ -97,7 +97,7 @@ def test_steps_within_the_time_limit_by_an_earlier_run(plan, tmp_path, monkeypat
 
 def test_with_a_time_limit_of_its_own_slurm_is_not_asked(plan, monkeypatch):
     requests: list[object] = []
-    monkeypatch.setattr(recipes, "job_end_time", requests.append)
+    monkeypatch.setattr(recipes, "read_job_end_time", requests.append)
     for flags, times in ((("--time", "1-0"), 0), ((), 1)):
         assert plan(*flags)[0] == 0 and len(requests) == times
 

@@ -119,7 +119,7 @@ def test_ctrl_c_in_a_reply_cuts_it_off_and_at_the_prompt_ends(talk, server: Fake
             raise KeyboardInterrupt
         return text
 
-    monkeypatch.setattr(module, "readable", show)
+    monkeypatch.setattr(module, "strip_control_codes", show)
     code, output = talk([server.url], "hi", "there")
     assert code == 0 and "grpo: reply interrupted and dropped" in output
     assert server.asked[1][1]["messages"] == [user("there")]

@@ -16,7 +16,7 @@ from fake_hub import READER, FakeHub
 from no_network import without_network
 
 from grpo_recipes.fetch.download import choose_files
-from grpo_recipes.process.reports import gigabytes
+from grpo_recipes.process.reports import format_bytes
 from grpo_recipes.smoke import smoke_folder
 
 from .conftest import GRPO, ROWS, Shell, jsonl
@@ -238,7 +238,7 @@ def test_a_model_that_does_not_fit_on_the_disk_is_not_begun(shell: Shell, hub: F
     shell.recipe()
     refused = shell.grpo("fetch", "recipe.yaml")
     assert refused.returncode == 2
-    assert f"model ada/sums needs {gigabytes(10**18)} more" in refused.stderr and "free" in refused.stderr
+    assert f"model ada/sums needs {format_bytes(10**18)} more" in refused.stderr and "free" in refused.stderr
     assert hub.asked("/ada/sums/resolve/.*safetensors") <= 1  # at most one request for the size
 
 

@@ -196,7 +196,7 @@ def test_a_request_to_stop_is_passed_on_to_the_other_nodes_once(read, tmp_path):
 
 
 def test_phases_too_long_for_slurms_signal_are_noted_once(read, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(monitor, "job_end_time", lambda environment: time.time() + 1e6)
+    monkeypatch.setattr(monitor, "read_job_end_time", lambda environment: time.time() + 1e6)
     monkeypatch.setattr(monitor, "_PHASE_SECONDS", 0)
     append(tmp_path, 1, 1, **{"seconds/evaluate": 400.0})
     attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(), hooks=AllHooks([]))

@@ -32,7 +32,7 @@ from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 from grpo_recipes.runs.checkpoints import publish_checkpoint
 from grpo_recipes.runs.rundir import Run, find_run, read_json
-from grpo_recipes.slurm.client import slurm_job
+from grpo_recipes.slurm.client import read_slurm_job
 
 SMOKE = home() / "recipes/smoke/grpo.yaml"
 CPU = Resources("cpu", (), 2)
@@ -267,7 +267,7 @@ def test_a_requeued_task_of_an_array_finds_its_run(monkeypatch) -> None:
         "SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2", "SLURM_CLUSTER_NAME": "c",
         "SLURM_RESTART_COUNT": "1",
     }  # fmt: skip
-    resources = dataclasses.replace(CPU, job=slurm_job(variables))
+    resources = dataclasses.replace(CPU, job=read_slurm_job(variables))
     run = frozen()
     assert resolve_run(Options(recipe=str(SMOKE)), resources)[0] is None
     Path("runs/.jobs").mkdir()

@@ -11,7 +11,7 @@ import pytest
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan import devices
 from grpo_recipes.plan.devices import environment_device, find_resources, select_gpus, visible_gpus
-from grpo_recipes.slurm.client import SlurmJob, slurm_job
+from grpo_recipes.slurm.client import SlurmJob, read_slurm_job
 
 UUIDS = ["GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-cccc-000000000002"]
 MIG = "MIG-33333333-aaaa-bbbb-cccc-000000000003"
@@ -104,7 +104,7 @@ def test_a_machine_without_a_driver_has_no_gpu(tmp_path, monkeypatch):
     ],
 )
 def test_the_slurm_job_is_read_from_its_variables(environment, job):
-    assert slurm_job(environment) == job
+    assert read_slurm_job(environment) == job
 
 
 def test_the_device_is_that_of_the_installed_torch():
@@ -139,11 +139,11 @@ def test_cores_are_those_this_process_may_use():
 
 
 def test_a_requeued_job_knows_how_often():
-    assert slurm_job({"SLURM_JOB_ID": "7"}).restarts == 0
-    assert slurm_job({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}).restarts == 2
+    assert read_slurm_job({"SLURM_JOB_ID": "7"}).restarts == 0
+    assert read_slurm_job({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}).restarts == 2
 
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT"])
 def test_a_variable_in_which_slurm_puts_a_number_is_one(name):
     with pytest.raises(ConfigError, match=f"{name}: expected a number from Slurm, got 'abc'"):
-        slurm_job({"SLURM_JOB_ID": "7", name: "abc"})
+        read_slurm_job({"SLURM_JOB_ID": "7", name: "abc"})

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from other_user import needs_root, other_user
 
-from grpo_recipes.process.listeners import ForeignListener, OwnListener, has_closing_connections, listening_sockets
+from grpo_recipes.process.listeners import ForeignListener, OwnListener, find_listening_sockets, has_closing_connections
 
 LOOPBACK = "127.0.0.1"
 LISTENS = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
@@ -25,12 +25,12 @@ def owner(port: int, root: int | None = None) -> OwnListener:
 def test_a_listener_of_this_process_or_of_a_child_is_ours() -> None:
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
-        assert owner(port).sockets() == {os.fstat(listener.fileno()).st_ino}
+        assert owner(port).find_own_sockets() == {os.fstat(listener.fileno()).st_ino}
     child = subprocess.Popen([sys.executable, "-c", LISTENS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     port = int(child.stdout.readline())
-    assert len(owner(port).sockets()) == 1
+    assert len(owner(port).find_own_sockets()) == 1
     with pytest.raises(ForeignListener):
-        owner(port, root=2**22 + 1).sockets()
+        owner(port, root=2**22 + 1).find_own_sockets()
     child.communicate(b"\n")
 
 
@@ -38,21 +38,21 @@ def test_a_port_without_a_listener_refuses_the_connection() -> None:
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(ConnectionRefusedError, match="Connection refused"):
-        owner(port).sockets()
+        owner(port).find_own_sockets()
 
 
 def test_the_most_specific_address_counts() -> None:
     """The kernel gives a connection to the listener of its very address, before one of every address."""
     with socket.create_server(("127.0.0.2", 0)) as other:
         port = other.getsockname()[1]
-        assert listening_sockets(LOOPBACK, port) == set()
+        assert find_listening_sockets(LOOPBACK, port) == set()
         with socket.create_server((LOOPBACK, port)) as exact:
-            assert listening_sockets(LOOPBACK, port) == {os.fstat(exact.fileno()).st_ino}
+            assert find_listening_sockets(LOOPBACK, port) == {os.fstat(exact.fileno()).st_ino}
     with socket.create_server(("", 0)) as everywhere:
-        assert listening_sockets(LOOPBACK, everywhere.getsockname()[1]) == {os.fstat(everywhere.fileno()).st_ino}
+        assert find_listening_sockets(LOOPBACK, everywhere.getsockname()[1]) == {os.fstat(everywhere.fileno()).st_ino}
     if socket.has_dualstack_ipv6():
         with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as both:
-            assert listening_sockets(LOOPBACK, both.getsockname()[1]) == {os.fstat(both.fileno()).st_ino}
+            assert find_listening_sockets(LOOPBACK, both.getsockname()[1]) == {os.fstat(both.fileno()).st_ino}
 
 
 def test_a_listener_that_was_replaced_while_we_connected_gets_nothing() -> None:
@@ -74,7 +74,7 @@ def test_a_listener_of_another_user_is_not_ours_whatever_its_pid(tmp_path: Path)
         user.wait()
         for root in (os.getpid(), user.process.pid, 2**22 + 1):
             with pytest.raises(ForeignListener):
-                owner(port, root).sockets()
+                owner(port, root).find_own_sockets()
         assert psutil.Process(user.process.pid).uids().effective != os.geteuid()
 
 

@@ -16,7 +16,7 @@ import pytest
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch.resolve import require_wandb_access
 from grpo_recipes.plan.commands import wandb_environment
-from grpo_recipes.process.reports import can_connect, can_reach, route_to
+from grpo_recipes.process.reports import can_connect, can_reach, find_route
 from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 
 pytestmark = pytest.mark.alone
@@ -73,7 +73,7 @@ def test_a_name_server_that_does_not_answer_costs_no_more_either(monkeypatch):
     ],
 )
 def test_a_proxy_is_what_must_answer(environment, expected):
-    assert route_to("https://api.wandb.ai", environment) == expected
+    assert find_route("https://api.wandb.ai", environment) == expected
 
 
 def test_an_address_answers_through_its_proxy(port):

@@ -30,7 +30,14 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch.processes import Child
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process import scratch
-from grpo_recipes.process.scratch import Scratch, is_held, make_scratch, remove_dead_scratch, remove_segments, size_of
+from grpo_recipes.process.scratch import (
+    Scratch,
+    is_owner_alive,
+    make_scratch,
+    measure_folder,
+    remove_dead_scratch,
+    remove_segments,
+)
 from grpo_recipes.process.tree import descendants, is_alive
 
 
@@ -90,7 +97,7 @@ def test_every_attempt_has_its_own_token_in_the_jobs_own_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("step", ["write_token", "_mark"])
+@pytest.mark.parametrize("step", ["write_token", "_create_lock_marker"])
 def test_a_full_disk_refuses_the_launch_and_leaves_no_folder(node, tmp_path, monkeypatch, step):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -161,10 +168,10 @@ def test_a_process_guard_holds_the_scratch_of_a_launcher_that_died(node, tmp_pat
         while run_scratch.locks:
             os.close(run_scratch.locks.pop())  # the kernel closes the locks of a dead launcher
         wait_for(lambda: child.state().pid, "the guard's command")
-        assert is_held(run_scratch.disk) and remove_dead_scratch(node) == "" and run_scratch.token_file.exists()
+        assert is_owner_alive(run_scratch.disk) and remove_dead_scratch(node) == "" and run_scratch.token_file.exists()
     finally:
         child.end()
-    assert not is_held(run_scratch.disk) and run_scratch.disk.name in remove_dead_scratch(node)
+    assert not is_owner_alive(run_scratch.disk) and run_scratch.disk.name in remove_dead_scratch(node)
 
 
 def test_a_process_that_outlived_launcher_and_guards_keeps_its_scratch(node, dead):
@@ -252,7 +259,7 @@ def test_a_folder_that_is_being_made_stays(node, monkeypatch, step):
     run_scratch = make_scratch(node)
     monkeypatch.undo()
     assert set(results) == {""} and len(results) >= 2
-    assert run_scratch.token_file.exists() and is_held(run_scratch.disk) and is_held(run_scratch.memory)
+    assert run_scratch.token_file.exists() and is_owner_alive(run_scratch.disk) and is_owner_alive(run_scratch.memory)
     run_scratch.remove()
 
 
@@ -295,7 +302,7 @@ def test_where_there_are_no_locks_nothing_is_marked_or_removed(node, monkeypatch
     run_scratch = make_scratch(node)
     assert run_scratch.locks == [] and run_scratch.token_file.exists()
     assert {path.name for path in run_scratch.disk.iterdir()} == {"token"}
-    assert remove_dead_scratch(node) == "" and run_scratch.token_file.exists() and not is_held(run_scratch.disk)
+    assert remove_dead_scratch(node) == "" and run_scratch.token_file.exists() and not is_owner_alive(run_scratch.disk)
 
 
 @pytest.mark.parametrize(("device", "removed"), [(0, False), (8, True)])
@@ -323,7 +330,7 @@ def test_what_cannot_be_removed_is_named_and_tried_again(node, dead, monkeypatch
     assert stale.disk.name in remove_dead_scratch(node) and not stale.disk.exists()
 
 
-@pytest.mark.parametrize("step", ["size_of", "remove_segments"])
+@pytest.mark.parametrize("step", ["measure_folder", "remove_segments"])
 def test_a_folder_that_fails_keeps_no_other_from_its_removal(node, dead, monkeypatch, step):
     first, second = sorted((dead(), dead()), key=lambda stale: stale.disk.name)
     real = getattr(scratch, step)
@@ -342,7 +349,9 @@ def test_a_folder_that_fails_keeps_no_other_from_its_removal(node, dead, monkeyp
 
 def test_whether_a_folder_is_in_use_is_asked_while_its_lock_is_held(node, dead, monkeypatch):
     stale, locked = dead(), []
-    monkeypatch.setattr(scratch, "names_in_use", lambda names: locked.append(is_held(stale.disk)) or set(names))
+    monkeypatch.setattr(
+        scratch, "find_used_names", lambda names: locked.append(is_owner_alive(stale.disk)) or set(names)
+    )
     assert remove_dead_scratch(node) == "" and stale.token_file.exists() and stale.memory.is_dir()
     assert locked[0], "its disk folder comes first"
 
@@ -356,7 +365,7 @@ def test_the_removal_takes_a_bounded_time_and_never_fails_the_launch(node, dead,
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(scratch, "_MAX_SECONDS", 20.0)
-    monkeypatch.setattr(scratch, "names_in_use", fake_no_descriptors)
+    monkeypatch.setattr(scratch, "find_used_names", fake_no_descriptors)
     assert "could not search for scratch of dead runs" in remove_dead_scratch(node) and stale.token_file.exists()
 
 
@@ -566,4 +575,4 @@ def test_a_file_that_is_removed_while_its_folder_is_added_up_counts_nothing(
 ) -> None:
     (tmp_path / "there").write_bytes(bytes(10))
     monkeypatch.setattr(os, "walk", lambda folder: [(str(folder), [], ["gone", "there"])])
-    assert size_of(tmp_path) == 10
+    assert measure_folder(tmp_path) == 10

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.process.terminal import LOG, OUTPUT, readable, without_library_frames
+from grpo_recipes.process.terminal import LOG, OUTPUT, collapse_library_frames, strip_control_codes
 
 TOKEN = "hf_" + "a" * 20
 # Prints as a launcher does: a line before the run directory exists, lines, a live line and a last line.
@@ -141,8 +141,10 @@ def test_a_log_that_cannot_be_written_stops_nothing(tmp_path, capsys):
 
 
 def test_a_log_is_read_without_bars_colours_and_control_characters():
-    assert readable("a\r\n 0%|\r50%|\r100%| done\nb\x1b[1;31mc\x1b[0m\x07\x9b\td\n") == "a\n100%| done\nbc\td\n"
-    assert readable("begun\rstill going") == "still going"
+    assert (
+        strip_control_codes("a\r\n 0%|\r50%|\r100%| done\nb\x1b[1;31mc\x1b[0m\x07\x9b\td\n") == "a\n100%| done\nbc\td\n"
+    )
+    assert strip_control_codes("begun\rstill going") == "still going"
 
 
 def test_of_a_traceback_the_users_own_lines_remain():
@@ -152,6 +154,6 @@ def test_of_a_traceback_the_users_own_lines_remain():
     for rank in ("", "[rank0]: "):
         frames = "".join(f"{rank}  {line}\n" for line in (trl_frame + pool_frame + user_frame).splitlines())
         frames = frames.replace(f"{rank}      ", f"{rank}    ")
-        text = without_library_frames(f"{rank}Traceback (most recent call last):\n{frames}{rank}KeyError: 0\n")
+        text = collapse_library_frames(f"{rank}Traceback (most recent call last):\n{frames}{rank}KeyError: 0\n")
         assert "2 frames of libraries" in text and "trl" not in text and "grpo_recipes" not in text
         assert "/home/me/rewards.py" in text and "return gold[0]" in text and text.endswith(f"{rank}KeyError: 0\n")

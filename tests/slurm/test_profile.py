@@ -8,7 +8,7 @@ import pytest
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.paths import home
-from grpo_recipes.slurm.client import walltime_seconds
+from grpo_recipes.slurm.client import parse_walltime
 from grpo_recipes.slurm.profile import KEYS, Profile, read_profile
 
 SHIPPED = sorted((home() / "slurm/profiles").glob("*.yaml"))
@@ -92,12 +92,12 @@ def test_the_command_line_stands_over_the_profile() -> None:
     [("90", 5400), ("1:30", 90), ("72:00:00", 259200), ("2-12", 216000), ("1-00:30", 88200), ("1-0:0:5", 86405)],
 )
 def test_times_are_read_as_slurm_reads_them(text: str, seconds: int) -> None:
-    assert walltime_seconds(text) == seconds
+    assert parse_walltime(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "1:2:3:4", "1-", "1-2-3", "UNLIMITED", "-1", "1h"])
 def test_other_times_are_none(text: str) -> None:
-    assert walltime_seconds(text) is None
+    assert parse_walltime(text) is None
 
 
 def test_the_profile_to_copy_names_every_key_that_asks_slurm_or_prepares_a_node() -> None:

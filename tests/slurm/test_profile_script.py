@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from grpo_recipes.paths import home
-from grpo_recipes.slurm.profile import KEYS, Profile, read_profile, render
+from grpo_recipes.slurm.profile import KEYS, Profile, read_profile, render_script
 
 # The header of the training guide, unchanged.
 GUIDE = """\
@@ -62,7 +62,7 @@ ELSEWHERE = {"job_name", "gpu_memory_gib", "run_root", "cache_root", "internet"}
 
 
 def rendered(profile: Profile = SITE, **options: Any) -> str:
-    return render(profile, "job", ["grpo", "launch", "--resume", "/r un"], {"GRPO_CODE": "/c"}, **options)
+    return render_script(profile, "job", ["grpo", "launch", "--resume", "/r un"], {"GRPO_CODE": "/c"}, **options)
 
 
 def accepted(script: str, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def accepted(script: str, tmp_path: Path) -> None:
 
 def test_mltheory_gives_the_header_of_the_guide_line_by_line() -> None:
     profile = read_profile(home() / "slurm/profiles/mltheory.yaml")
-    script = render(profile, str(profile.job_name), ["true"], {})
+    script = render_script(profile, str(profile.job_name), ["true"], {})
     assert script.removeprefix("#!/bin/bash\n").startswith(GUIDE)
     added_lines = [line for line in script.splitlines() if line.startswith("#SBATCH")][len(GUIDE.splitlines()) :]
     assert added_lines == [

@@ -22,8 +22,8 @@ from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.attempt import SUBMITTED
 from grpo_recipes.launch.resolve import POINTERS
 from grpo_recipes.paths import display_path, is_locked, newest_first, shell_path
-from grpo_recipes.process.reports import aligned
-from grpo_recipes.process.terminal import LOG, readable
+from grpo_recipes.process.reports import align_columns
+from grpo_recipes.process.terminal import LOG, strip_control_codes
 from grpo_recipes.recipe.extensions import merged
 from grpo_recipes.recipe.keys import run_root
 from grpo_recipes.runs import rundir
@@ -38,7 +38,7 @@ from grpo_recipes.runs.progress import (
 )
 from grpo_recipes.runs.rundir import Run
 from grpo_recipes.secrets import masked
-from grpo_recipes.slurm.client import NO_ANSWER, Job, cancel, find_job, my_jobs
+from grpo_recipes.slurm.client import NO_ANSWER, Job, cancel_job, find_job, list_my_jobs
 
 RUN_HELP = "Run directory, name of a run in RUN_ROOT, last for the newest run, or id of a Slurm job"
 _KINDS = [f"a {kind.kind}" for kind in group_kinds()]
@@ -171,7 +171,7 @@ _COLUMNS = ("state", "job", "step", "reward", "left")
 
 def _print_runs() -> None:
     """Print a table of RUN_ROOT, the most recently written run or folder of runs first."""
-    root, jobs = run_root(os.environ), my_jobs()  # jobs are None if Slurm does not answer
+    root, jobs = run_root(os.environ), list_my_jobs()  # jobs are None if Slurm does not answer
     runs, groups = rundir.list_runs(root), list_groups(root)
     job_ids = set[str]()
     for run in runs:
@@ -190,7 +190,7 @@ def _print_runs() -> None:
         print(f"grpo: no runs found in {display_path(root)}. Start one with: grpo launch RECIPE")
         return
     rows.insert(0, ("run", *_COLUMNS))
-    print(*aligned([(*row, *[""] * (len(rows[0]) - len(row))) for row in rows]), sep="\n")
+    print(*align_columns([(*row, *[""] * (len(rows[0]) - len(row))) for row in rows]), sep="\n")
 
 
 def _cells(run: Run, jobs: dict[str, Job] | None) -> tuple[str, ...]:
@@ -235,7 +235,7 @@ def group_lines(group: RunGroup, jobs: dict[str, Job] | None) -> list[str]:
         elif cells[0].startswith("never started") and not has_ended:
             cells = ("waiting for other trials", *cells[1:])
         rows.append((name, *cells))
-    return [f"{group.kind:<8} {display_path(group.folder)}", f"state    {state}", "", *aligned(rows)]
+    return [f"{group.kind:<8} {display_path(group.folder)}", f"state    {state}", "", *align_columns(rows)]
 
 
 def _write_time(entry: Run | RunGroup) -> float:
@@ -325,7 +325,7 @@ class LogFollower:
             content = content[:end] if run.is_running() and (end or len(content) < _MOST_BYTES) else content
             self._offsets[path] = start + len(content)
             content = content[content.find(b"\n") + 1 :] if start and offset is None else content
-            lines = readable(masked(content.decode(errors="replace"))).splitlines(keepends=True)
+            lines = strip_control_codes(masked(content.decode(errors="replace"))).splitlines(keepends=True)
             if offset is None:
                 lines = lines[max(0, len(lines) - self._lines) :]
             if lines and path != self._last_path:
@@ -403,7 +403,7 @@ def group_jobs(jobs: JobState) -> dict[str, Job] | None:
 
 
 def _find_group_jobs(group: RunGroup) -> dict[str, Job] | None:
-    return my_jobs() if group.record["jobs"] else {}
+    return list_my_jobs() if group.record["jobs"] else {}
 
 
 def _find_run_job(run: Run) -> Job | None:
@@ -455,7 +455,7 @@ def _stop_job(job: BareJob) -> None:
     if job.over:
         fix = f"see {display_path(next(reversed(job.logs.values())))}" if job.logs else f"see sacct -j {job.job_id}"
         raise config_error(job.job_id, f"the job has already ended ({job.state})", fix)
-    cancel(job.job_id)
+    cancel_job(job.job_id)
     waited = job.job is not None and job.job.waits
     result = "was removed from the queue" if waited else "was canceled; it had no run directory yet"
     print(f"grpo: job {job.job_id} {result}")
@@ -470,11 +470,11 @@ def _stop_run(run: Run, now: bool) -> None:
     job = _find_run_job(run)
     (run.folder / rundir.NO_REQUEUE).touch()
     if job is not None and (job.waits or run.summary.get("status") != "running"):
-        cancel(job.id)  # no process runs that could save or read a stop request
+        cancel_job(job.id)  # no process runs that could save or read a stop request
         rundir.finish_summary(run.folder, status="stopped", cause="removed from the queue by grpo stop")
         print(f"grpo: job {job.id} was removed from the queue; its run directory is kept: {display_path(run.folder)}")
     elif now and job is not None:
-        cancel(job.id)
+        cancel_job(job.id)
         print(f"grpo: job {job.id} was canceled; it saves if Slurm gives it enough time")
     elif now:
         host, pid = rundir.read_launcher(run.folder)

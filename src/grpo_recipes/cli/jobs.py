@@ -16,7 +16,7 @@ from typing import Generic, TypeVar, cast
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.paths import display_path, home
-from grpo_recipes.process.terminal import readable
+from grpo_recipes.process.terminal import strip_control_codes
 from grpo_recipes.secrets import masked
 from grpo_recipes.slurm.client import NO_ANSWER, Job, find_job
 
@@ -152,5 +152,5 @@ def _last_lines(path: Path) -> list[str]:
     """Return the last nonempty lines of a log, with secrets masked."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        text = readable(masked(file.read().decode(errors="replace")))
+        text = strip_control_codes(masked(file.read().decode(errors="replace")))
     return [line.strip() for line in text.splitlines() if line.strip()]

@@ -12,7 +12,7 @@ from grpo_recipes.fetch.assets import Asset, find_record, list_hub_assets, list_
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, explain_unreachable_hub, hub_answers, limit_every_wait
 from grpo_recipes.paths import display_path
 from grpo_recipes.plan.commands import hub_environment
-from grpo_recipes.process.reports import aligned, gigabytes
+from grpo_recipes.process.reports import align_columns, format_bytes
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.recipe.generated import generated
 from grpo_recipes.runs.rundir import find_run
@@ -50,7 +50,7 @@ def fetch(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(INTERRUPTED, file=sys.stderr)
         return EXIT_INTERRUPTED
-    print(*aligned([("kind", "name", "commit", "size", "path", ""), *rows]), sep="\n")
+    print(*align_columns([("kind", "name", "commit", "size", "path", ""), *rows]), sep="\n")
     print(f"grpo: everything that {display_path(recipe.path)} needs is on this machine; its job needs no network")
     return 0
 
@@ -95,5 +95,5 @@ def _hub_row(asset: Asset, record: Asset | None, online: bool, update: bool) -> 
             state = "here" if record.commit == newest else f"here; the hub has {newest[:12]} (grpo fetch --update)"
     assert record is not None
     name = " ".join(str(part) for part in (record.id, record.config, record.split, record.limit) if part)
-    size = gigabytes(sum(record.files.values()))
+    size = format_bytes(sum(record.files.values()))
     return (record.kind, name, record.commit[:12], size, display_path(record.path), state)

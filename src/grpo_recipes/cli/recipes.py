@@ -28,7 +28,7 @@ from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.plan.devices import environment_device, find_resources
 from grpo_recipes.plan.estimates import estimate
 from grpo_recipes.plan.plan import describe, make_plan
-from grpo_recipes.process.reports import aligned
+from grpo_recipes.process.reports import align_columns
 from grpo_recipes.recipe.check import choose_recipe, notes, reward_notes
 from grpo_recipes.recipe.check_data import evaluation_note
 from grpo_recipes.recipe.converters import ALIASES, TranslatedRecipe, is_foreign, meaning_of, names, nearest
@@ -48,7 +48,7 @@ from grpo_recipes.recipe.registry import benchmarks
 from grpo_recipes.recipe.rendering import prompt_notes
 from grpo_recipes.recipe.sources import source_of
 from grpo_recipes.recipe.tasks import GRPO
-from grpo_recipes.slurm.client import job_end_time, walltime_seconds
+from grpo_recipes.slurm.client import parse_walltime, read_job_end_time
 
 if TYPE_CHECKING:
     from grpo_recipes.rewards.probe import ProbeCompletion, ProbeResult
@@ -279,7 +279,7 @@ def _print_rewards(results: list[ProbeResult]) -> None:
         cells = ("-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
                  for value in values)  # fmt: skip
         table.append([result.reward, *cells])
-    print(*aligned(table, numbers=True), sep="\n")
+    print(*align_columns(table, numbers=True), sep="\n")
     for result in results:
         if result.failures:
             lines = [_failure_line(result.reward, failure) for failure in result.failures]
@@ -326,7 +326,7 @@ def plan(options: argparse.Namespace) -> int:
         raise config_error("--gpus, --nodes", problem, "use --gpus 8 --nodes 2")
     if gib is not None and not 1 <= gib <= _MOST:
         raise config_error("--gpu-memory", f"no GPU has {gib:g} GiB", "use --gpu-memory 80")
-    if options.time is not None and not walltime_seconds(options.time):
+    if options.time is not None and not parse_walltime(options.time):
         problem = f"'{options.time}' is not a time limit in Slurm's format"
         raise config_error("--time", problem, "use --time 72:00:00")
     if gpus is not None:
@@ -340,9 +340,9 @@ def plan(options: argparse.Namespace) -> int:
     run_plan = make_plan(recipe, resources, os.environ, names, assets)
     walltime: float | None
     if options.time is not None:
-        walltime = walltime_seconds(options.time)
+        walltime = parse_walltime(options.time)
     else:
-        job_end = job_end_time(os.environ)
+        job_end = read_job_end_time(os.environ)
         walltime = None if job_end is None else max(0.0, job_end - time.time())
     estimates = estimate(run_plan, recipe, names, resources.gpu_gib, walltime)
     if options.json:

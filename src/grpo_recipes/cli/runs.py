@@ -14,7 +14,7 @@ from grpo_recipes.launch.run import launch as launch_run
 from grpo_recipes.launch.submission import prepare_submission, require_environment, site_profile, submit_run
 from grpo_recipes.paths import display_path
 from grpo_recipes.recipe.document import Value
-from grpo_recipes.slurm.client import slurm_job
+from grpo_recipes.slurm.client import read_slurm_job
 from grpo_recipes.slurm.profile import KEYS, Profile
 
 # Keys of a profile that options of the command line can replace.
@@ -34,7 +34,7 @@ OVERRIDES = ("account", "partition", "time", "nodes", "gpus", "mem", "cpus", "qo
 def launch(options: argparse.Namespace) -> int:
     """Run a recipe or resume a run; return the run's exit code."""
     reject_other_launchers("grpo launch RECIPE --num_processes", os.environ)
-    nodes = read_nodes(options, slurm_job(os.environ))
+    nodes = read_nodes(options, read_slurm_job(os.environ))
     os.environ.update(nodes.variables)
     return launch_run(launch_options(options, recipe_name(options), options.flags, nodes.meeting, nodes.keys))
 

@@ -23,7 +23,7 @@ from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.serve import ServerFailed, serving
 from grpo_recipes.paths import display_path
-from grpo_recipes.process.terminal import readable
+from grpo_recipes.process.terminal import strip_control_codes
 from grpo_recipes.recipe import DEFAULT_SOURCE, Recipe, read_frozen
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.recipe.keys import catalogue, run_root
@@ -240,7 +240,7 @@ class _Conversation:
         try:
             for piece in pieces:
                 reply += piece
-                print(readable(piece), end="", flush=True)
+                print(strip_control_codes(piece), end="", flush=True)
             print(flush=True)
         except NoCompletion as error:
             self.failed += 1

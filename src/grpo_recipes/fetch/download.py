@@ -26,7 +26,7 @@ from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.fetch.assets import MODEL, Asset, get_dataset_folder, get_record_path, write_record
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, explain_access, format_error_line
 from grpo_recipes.paths import nearest_existing_folder
-from grpo_recipes.process.reports import gigabytes
+from grpo_recipes.process.reports import format_bytes
 
 _STALE_SECONDS = 24 * 3600
 _LARGEST_SMALL_FILE = 64 << 20
@@ -145,7 +145,7 @@ def _fetch_model(asset: Asset) -> Asset:
     cache = nearest_existing_folder(Path(constants.HF_HUB_CACHE))
     free = shutil.disk_usage(cache).free
     if needed > free:
-        fault = f"{asset} needs {gigabytes(needed)} more, {cache} has {gigabytes(free)} free"
+        fault = f"{asset} needs {format_bytes(needed)} more, {cache} has {format_bytes(free)} free"
         raise config_error(asset.where, fault, "free space, or set CACHE_ROOT or HF_HOME to a larger file system")
     with ExitStack() as exits:
         exits.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, _exit_at_once))

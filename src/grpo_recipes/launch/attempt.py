@@ -37,7 +37,7 @@ from grpo_recipes.runs.endings import advice
 from grpo_recipes.runs.health import describe_means, find_notices
 from grpo_recipes.runs.progress import format_unusual_totals
 from grpo_recipes.runs.rundir import NO_REQUEUE, Run, load_json_mapping, read_json, write_json
-from grpo_recipes.slurm.client import SlurmJob, requeue
+from grpo_recipes.slurm.client import SlurmJob, requeue_job
 from grpo_recipes.stats import result_line
 
 SUBMITTED = "submitted"  # status of a run that no launch has started yet
@@ -288,7 +288,7 @@ def finish(
         fix = advice(Run(folder), cause)
         say(f"fix: {fix}")
     if outcome.job:
-        if refusal := requeue(outcome.job):
+        if refusal := requeue_job(outcome.job):
             outcome = replace(outcome, job=None, refusal=refusal)
             rundir.finish_summary(folder, status=outcome.final_status)
         _print_end_of_hooks(attempt)
@@ -339,6 +339,6 @@ def describe_rewards(summary: Mapping[str, Any]) -> str:
 def end_without_run(ending: Ending, wants_requeue: bool, job: SlurmJob | None) -> int:
     """End a launch that was stopped before it had a run directory, and requeue its job if that was requested."""
     say(f"{ending.cause}; there is no run directory yet")
-    if wants_requeue and job is not None and (refusal := requeue(job)):
+    if wants_requeue and job is not None and (refusal := requeue_job(job)):
         say(f"not requeued: {refusal}")
     return ending.code

@@ -38,7 +38,7 @@ from grpo_recipes.runs.progress import (
     read_phases,
 )
 from grpo_recipes.runs.rundir import read_metrics
-from grpo_recipes.slurm.client import Walltime, job_end_time, signal_lead
+from grpo_recipes.slurm.client import Walltime, read_job_end_time, read_signal_lead
 
 _PHASE_SECONDS = 1.0  # between two checks of the ranks' phases
 _SERVER_SECONDS = 5.0  # maximum time between two requests to the server
@@ -240,7 +240,7 @@ class Monitor:
         self._attempt = attempt
         self._stop = stop
         self._folder = attempt.run.folder
-        self._walltime = Walltime(lambda: job_end_time(os.environ), signal_lead(os.environ))
+        self._walltime = Walltime(lambda: read_job_end_time(os.environ), read_signal_lead(os.environ))
         self._started_at = time.time()
         self._next_phases = self._next_server = self._next_hooks = 0.0
         self._hooks = threading.Thread()  # calls the hooks
@@ -286,9 +286,9 @@ class Monitor:
             self._call_hooks(now)
             for failure in self._attempt.hooks.new_failures():
                 say(f"note: {failure}")
-            if note := self._walltime.note():
+            if note := self._walltime.take_warning():
                 say(note)
-            if not self._stop.requested and (reason := self._walltime.due()):
+            if not self._stop.requested and (reason := self._walltime.find_stop_reason()):
                 self._stop.request_requeue(reason)
             if trainers := self._trainers():
                 ending = self._find_server_stall(phases, now) or self._find_rank_stall(trainers, phases, now)

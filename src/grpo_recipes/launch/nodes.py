@@ -39,7 +39,7 @@ from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scra
 from grpo_recipes.process.tree import become_subreaper, end_descendants, reap
 from grpo_recipes.process.waiting import wait_until
 from grpo_recipes.runs.rundir import stop_file
-from grpo_recipes.slurm.client import address_of_node
+from grpo_recipes.slurm.client import read_node_address
 
 # Variables with the network interface, by precedence; the last two belong to NCCL and gloo.
 INTERFACE_VARIABLES = ("NETWORK_INTERFACE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -255,7 +255,7 @@ def _addresses(reports: list[Report], environment: Mapping[str, str]) -> list[st
 
 def node_address(name: str) -> str:
     """Return the address of a node from Slurm; raise ConfigError if it is unknown."""
-    host = address_of_node(name)  # an address or a host name
+    host = read_node_address(name)  # an address or a host name
     if host is None:
         raise _network_error(f"scontrol shows no address of node {name}")
     unresolved = translate(

@@ -32,7 +32,7 @@ from grpo_recipes.paths import display_path, python_module
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process import tree
 from grpo_recipes.process.scratch import Scratch, SegmentRecorder
-from grpo_recipes.process.terminal import readable, without_library_frames
+from grpo_recipes.process.terminal import collapse_library_frames, strip_control_codes
 from grpo_recipes.process.waiting import wait_until
 from grpo_recipes.runs import rundir
 from grpo_recipes.secrets import masked
@@ -392,7 +392,7 @@ def tail(log: Path, lines: int = _LAST_LINES) -> str:
     """Return the last lines of a log without library frames and secrets; an empty text if it can't be read."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - max(400 * lines, 60_000)))
-        text = without_library_frames(readable(file.read().decode(errors="replace")))
+        text = collapse_library_frames(strip_control_codes(file.read().decode(errors="replace")))
         return masked("\n".join(text.rstrip("\n").split("\n")[-lines:]))
     return ""
 
@@ -404,7 +404,7 @@ def first_error(log: Path, start: int = 0, pattern: re.Pattern[str] = _TRACEBACK
     """
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(start)
-        if match := pattern.search(readable(file.read(_MAX_LOG_BYTES).decode(errors="replace"))):
+        if match := pattern.search(strip_control_codes(file.read(_MAX_LOG_BYTES).decode(errors="replace"))):
             return masked(match[1].strip())[:_MAX_ERROR_LENGTH]
     return ""
 

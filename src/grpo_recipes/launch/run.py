@@ -59,8 +59,8 @@ from grpo_recipes.plan.preflight import need_packages
 from grpo_recipes.plan.roles import dismiss
 from grpo_recipes.plan.room import need_room
 from grpo_recipes.plan.types import MEETING_SECONDS, Process
-from grpo_recipes.process.listeners import listening_sockets
-from grpo_recipes.process.reports import gigabytes, print_line, say
+from grpo_recipes.process.listeners import find_listening_sockets
+from grpo_recipes.process.reports import format_bytes, print_line, say
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.process.terminal import OUTPUT
 from grpo_recipes.process.tree import become_subreaper, end_descendants, reap
@@ -424,7 +424,7 @@ class Supervisor:
         Raise ConfigError, which ends the run, if the user has set the port.
         """
         host, old_port, _ = self._attempt.server_address()
-        if not listening_sockets(host, old_port):
+        if not find_listening_sockets(host, old_port):
             return
         if self._attempt.recipe.is_set("vllm_server_port"):
             raise busy_port(self._attempt.recipe, "vllm_server_port", find_listener(old_port))
@@ -499,7 +499,7 @@ class Supervisor:
         attempt = self._attempt
         host, port, token = attempt.server_address()
         timeout, size = attempt.plan.server_timeout, attempt.plan.weight_bytes
-        reads = f"reads {gigabytes(size)} of weights, " if size else ""
+        reads = f"reads {format_bytes(size)} of weights, " if size else ""
         say(f"waiting for the vLLM server, at most {timeout:.0f} s: it {reads}loads the model, compiles and warms up")
         waited = wait_until_ready(alive, server.guard_pid, host, port, attempt.names.served, token, timeout)
         self._write_server_state("ready", server.guard_pid)

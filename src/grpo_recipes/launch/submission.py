@@ -34,8 +34,8 @@ from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.runs.code_version import FROZEN_CODE, hash_frozen_code
 from grpo_recipes.runs.rundir import Run, new_run, write_json
-from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, submit, walltime_seconds
-from grpo_recipes.slurm.profile import Profile, read_profile, render
+from grpo_recipes.slurm.client import MaybeSubmitted, parse_walltime, read_cluster_name, submit
+from grpo_recipes.slurm.profile import Profile, read_profile, render_script
 
 PROFILES = Path("slurm/profiles")
 _COPIED = ("src", "requirements", "training.sh")
@@ -57,7 +57,9 @@ class Submission:
     def script(self, profile: Profile) -> str:
         """Return the batch script of the run for a site profile."""
         name, command = profile.job_name or self.names.run, ["grpo", "launch", "--resume", str(self.names.run_dir)]
-        return render(profile, name, command, frozen_environment(self.names.run_dir, self.environment), Path.cwd())
+        return render_script(
+            profile, name, command, frozen_environment(self.names.run_dir, self.environment), Path.cwd()
+        )
 
 
 def site_profile(name: str, environment: Mapping[str, str]) -> Profile:
@@ -103,7 +105,7 @@ def prepare_submission(
     names, sources = names_of(recipe), find_assets(recipe, environment)
     plan = make_plan(recipe, resources, environment, names, sources)
     plan.notes.extend(profile_notes)
-    estimates = estimate(plan, recipe, names, profile.gpu_memory_gib, walltime_seconds(profile.time))
+    estimates = estimate(plan, recipe, names, profile.gpu_memory_gib, parse_walltime(profile.time))
     ignore = f"or remove gpu_memory_gib from {profile.name}.yaml to submit it anyway"
     if too_large := [
         Problem(
@@ -184,7 +186,7 @@ def submit_run(submission: Submission, profile: Profile) -> tuple[Run, int]:
         if not isinstance(error, MaybeSubmitted):  # otherwise the job may be in the queue
             shutil.rmtree(run.folder, ignore_errors=True)
         raise
-    note_job(run.folder, submission.recipe, f"{cluster_name()}-{job}")
+    note_job(run.folder, submission.recipe, f"{read_cluster_name()}-{job}")
     return run, job
 
 

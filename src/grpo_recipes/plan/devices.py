@@ -20,7 +20,7 @@ from grpo_recipes.errors import config_error, translate
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import catalogue_trl
 from grpo_recipes.recipe.registry import built_for_cpu
-from grpo_recipes.slurm.client import SlurmJob, slurm_job
+from grpo_recipes.slurm.client import SlurmJob, read_slurm_job
 
 ONE_GPU_BRIDGES = ("file", "lora", "shared")  # weight sync methods that work with server and rank 0 on one GPU
 _DRIVER_SECONDS = 60  # a driver that takes longer hangs
@@ -100,7 +100,7 @@ class Resources:
 
 def find_resources(environment: Mapping[str, str]) -> Resources:
     """Detect this node's devices and the Slurm job; assume that the job's other nodes have the same devices."""
-    device, job = environment_device(), slurm_job(environment)
+    device, job = environment_device(), read_slurm_job(environment)
     gpus = visible_gpus(environment) if device == "cuda" else ()
     gib = gpu_memory(environment) if gpus else None
     resources = Resources(device, gpus, len(os.sched_getaffinity(0)), job, gpu_gib=gib)

@@ -283,7 +283,7 @@ def _wait_for_listener(
         is_alive = alive()
         with contextlib.suppress(ConnectionRefusedError):
             try:
-                owner.sockets()
+                owner.find_own_sockets()
                 foreign_listeners = 0
                 if is_alive and ready():
                     return True

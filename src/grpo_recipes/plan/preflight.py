@@ -20,7 +20,7 @@ import psutil
 
 from grpo_recipes.errors import Problem, config_error
 from grpo_recipes.plan.devices import nvidia_smi
-from grpo_recipes.process.reports import gigabytes
+from grpo_recipes.process.reports import format_bytes
 from grpo_recipes.process.scratch import SHARED_MEMORY, node_folder
 from grpo_recipes.recipe.registry import COLOCATE, built_for_cpu
 
@@ -102,8 +102,8 @@ def find_shortages(
                           f"--cpus-per-task={enough:g}"))  # fmt: skip
     if memory < _LEAST_MEMORY * gpus <= most_memory:
         enough = min(GOOD_GIB * gpus, most_memory // 2**30)
-        least = gigabytes(_LEAST_MEMORY * gpus)
-        shortages.append((f"{gigabytes(memory)} of memory for {gpus} GPUs, at least {least} are needed",
+        least = format_bytes(_LEAST_MEMORY * gpus)
+        shortages.append((f"{format_bytes(memory)} of memory for {gpus} GPUs, at least {least} are needed",
                           f"--mem={enough:g}G"))  # fmt: skip
     return shortages
 
@@ -186,7 +186,7 @@ def _scratch_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
         yield Problem("open files", problem, "ask the admins to raise the limit of slurmd or of the container")
     if SHARED_MEMORY.is_dir() and (free := shutil.disk_usage(SHARED_MEMORY).free) < SHARED_BYTES:
         fix = "docker run --shm-size=16g, apptainer --bind /dev/shm, or remove leftover files there (grpo doctor)"
-        problem = f"{gigabytes(free)} free, but vLLM's queues need {gigabytes(SHARED_BYTES)}"
+        problem = f"{format_bytes(free)} free, but vLLM's queues need {format_bytes(SHARED_BYTES)}"
         yield Problem(str(SHARED_MEMORY), problem, fix)
 
 

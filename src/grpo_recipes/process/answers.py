@@ -33,7 +33,7 @@ class TimedResponse(http.client.HTTPResponse):
 
 
 class _TimedFile(io.RawIOBase):
-    """The bytes that a socket receives before a deadline."""
+    """A file that reads from a socket and raises TimeoutError at a deadline: the socket's timeout, counted from now."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket, self._file = sock, sock.makefile("rb", buffering=0)
@@ -58,40 +58,54 @@ class _TimedFile(io.RawIOBase):
 
 
 class _HTTPConnection(http.client.HTTPConnection):
+    """An HTTP connection whose responses have one deadline as a whole."""
+
     response_class = TimedResponse
 
 
 class _HTTPSConnection(http.client.HTTPSConnection):
+    """An HTTPS connection whose responses have one deadline as a whole."""
+
     response_class = TimedResponse
 
 
 class _BoundedHTTP(urllib.request.HTTPHandler):
+    """Opens http URLs for urllib with ``_HTTPConnection``."""
+
     def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
         return self.do_open(_HTTPConnection, request)
 
 
 class _BoundedHTTPS(urllib.request.HTTPSHandler):
+    """Opens https URLs for urllib with ``_HTTPSConnection``."""
+
     def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
         return self.do_open(_HTTPSConnection, request)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Raises HTTPError for each redirect."""
+
     def redirect_request(self, *_: object) -> None:
         """Return no request, so that a redirect is raised as an HTTPError."""
 
 
 def bounded_opener() -> urllib.request.OpenerDirector:
-    """Return an opener that follows no redirect; the timeout of its ``open`` limits the whole response."""
+    """Return a urllib opener that raises HTTPError for a redirect instead of following it.
+
+    The ``timeout`` argument of its ``open`` limits the whole response, not each read.
+    """
     return urllib.request.build_opener(_BoundedHTTP, _BoundedHTTPS, _NoRedirect)
 
 
 def get(
     host: str, port: int, path: str, headers: Mapping[str, str], owner: OwnListener | None, seconds: float = 5.0
 ) -> tuple[int, bytes]:
-    """Send a GET request without proxy and redirect, and return status and body within ``seconds``.
+    """Send a GET request over http, and return the status and the body of the response.
 
-    With ``owner``, nothing is sent to the listener of another process. Raise OSError or HTTPException if there is no
-    complete answer; a status such as 404 is not an error.
+    No proxy is used and no redirect is followed. A status such as 404 is not an error. Raise OSError or HTTPException
+    without a complete answer within ``seconds``, and ResponseTooLarge above ``MAX_BYTES``. With ``owner``, raise
+    ForeignListener before anything is sent if a process outside the run listens on the port.
     """
     deadline = time.monotonic() + seconds
     connection = http.client.HTTPConnection(host, port, timeout=seconds)

@@ -1,4 +1,4 @@
-"""Provide an async HTTP client for openai that limits the total time and the size of each response.
+"""An async HTTP client for openai that limits the total time and the size of each response.
 
     openai.AsyncOpenAI(http_client=bounded_client(600.0, owner), max_retries=0, ...)  # 600 seconds
 
@@ -31,6 +31,8 @@ def bounded_client(
 
 
 class _BoundedTransport(httpx2.AsyncHTTPTransport):
+    """Sends requests uncompressed, checks the listener of each new connection, and bounds each response."""
+
     def __init__(self, timeout: float, owner: OwnListener | None, max_bytes: int) -> None:
         self._timeout, self._owner, self._max_bytes = timeout, owner, max_bytes
         super().__init__(trust_env=False, limits=openai.DEFAULT_CONNECTION_LIMITS)
@@ -40,8 +42,8 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
         deadline = asyncio.get_running_loop().time() + self._timeout
         request.headers["Accept-Encoding"] = "identity"  # httpx2 cannot limit the decompressed size
         if self._owner is not None:
-            request.extensions = {**request.extensions, "trace": _listener_trace(self._owner)}
-        # openai only handles errors of httpx2, and ``_listener_trace`` raises ConnectionError.
+            request.extensions = {**request.extensions, "trace": _make_listener_trace(self._owner)}
+        # openai only handles errors of httpx2, and ``_make_listener_trace`` raises ConnectionError.
         as_httpx2_error = translate(ConnectionError, lambda error: httpx2.ConnectError(str(error), request=request))
         async with _time_limit(deadline, self._timeout, request):
             with as_httpx2_error:
@@ -56,6 +58,7 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
 
 @contextlib.asynccontextmanager
 async def _time_limit(deadline: float, seconds: float, request: httpx2.Request) -> AsyncIterator[None]:
+    """Cancel the block at ``deadline`` (time of the event loop) and raise ReadTimeout, which mentions ``seconds``."""
     try:
         async with asyncio.timeout_at(deadline):
             yield
@@ -64,6 +67,8 @@ async def _time_limit(deadline: float, seconds: float, request: httpx2.Request) 
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
+    """The body of a response; raises ReadTimeout at the deadline and RemoteProtocolError after ``max_bytes``."""
+
     def __init__(
         self, stream: httpx2.AsyncByteStream, deadline: float, seconds: float, max_bytes: int, request: httpx2.Request
     ) -> None:
@@ -87,14 +92,17 @@ class _BoundedStream(httpx2.AsyncByteStream):
         await self._stream.aclose()
 
 
-def _listener_trace(owner: OwnListener) -> Callable[[str, dict[str, Any]], Awaitable[None]]:
-    """Return a trace function for httpcore that compares the listener before and after each connection attempt."""
+def _make_listener_trace(owner: OwnListener) -> Callable[[str, dict[str, Any]], Awaitable[None]]:
+    """Return a trace function for httpcore that raises ForeignListener if a connection reaches another process.
+
+    It checks the listening sockets before each connection attempt and compares them with the sockets after it.
+    """
     sockets_before: list[frozenset[int]] = []
 
     async def trace(event: str, _: dict[str, Any]) -> None:
         if event == "connection.connect_tcp.started":
-            sockets_before[:] = [owner.sockets()]
-        elif event == "connection.connect_tcp.complete" and [owner.sockets()] != sockets_before:
+            sockets_before[:] = [owner.find_own_sockets()]
+        elif event == "connection.connect_tcp.complete" and [owner.find_own_sockets()] != sockets_before:
             raise ForeignListener("the listener changed: nothing was sent to it")
 
     return trace

@@ -30,26 +30,26 @@ class ForeignListener(ConnectionError):
 
 
 class OwnListener:
-    """The listener that a run expects on ``host:port``: the process ``root()`` or one of its descendants.
+    """Check that the listener on ``host:port`` of this machine is the process ``root()`` or one of its descendants.
 
-    ``root`` returns a pid, or None if no such process is known at that time.
+    ``root`` returns a pid, or None if the run has no such process at that time. Then every listener is foreign.
     """
 
     def __init__(self, host: str, port: int, root: Callable[[], int | None]) -> None:
         self._host, self._port, self._root = host, port, root
         self._verified: frozenset[int] = frozenset()  # inodes of our sockets; the kernel does not reuse them
 
-    def sockets(self) -> frozenset[int]:
-        """Return the inodes of the listening sockets, after checking that all of them belong to the run.
+    def find_own_sockets(self) -> frozenset[int]:
+        """Return the inodes of the sockets that listen on the port, if all of them belong to the run's processes.
 
-        Raise ConnectionRefusedError if no process listens, and ForeignListener if another process listens.
+        Raise ConnectionRefusedError if no process listens, and ForeignListener if a process outside the run listens.
         """
-        listening = listening_sockets(self._host, self._port)
+        listening = find_listening_sockets(self._host, self._port)
         if not listening:
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"{os.strerror(errno.ECONNREFUSED)}: nothing listens")
         if not listening <= self._verified:
             root = self._root()
-            sockets = frozenset(sockets_of(_family(root))) if root is not None else frozenset()
+            sockets = frozenset(list_socket_inodes(_list_process_family(root))) if root is not None else frozenset()
             if not listening <= sockets:
                 raise ForeignListener(f"another process listens on {self._host}:{self._port}: nothing was sent to it")
             self._verified |= listening
@@ -57,15 +57,19 @@ class OwnListener:
 
     @contextlib.contextmanager
     def connecting(self) -> Iterator[None]:
-        """Check the listener before and after the block, which connects; raise ForeignListener if it changed."""
-        sockets_before = self.sockets()
+        """Guard a block that opens a connection: the run's own process must listen before and after it.
+
+        Raise ForeignListener if another process listens, or if the listener changed in the block. Raise
+        ConnectionRefusedError if no process listens.
+        """
+        sockets_before = self.find_own_sockets()
         yield
-        if self.sockets() != sockets_before:
+        if self.find_own_sockets() != sockets_before:
             raise ForeignListener(f"the listener on {self._host}:{self._port} changed: nothing was sent to it")
 
 
-def _family(root: int) -> list[int]:
-    """Return the pids of a process and its descendants, without those that another user has reused."""
+def _list_process_family(root: int) -> list[int]:
+    """Return the pids of ``root`` and its living descendants that run as this user; another user may reuse a pid."""
     pids = []
     for pid in (root, *(child.pid for child in descendants(root))):
         with contextlib.suppress(psutil.Error):
@@ -74,24 +78,28 @@ def _family(root: int) -> list[int]:
     return pids
 
 
-def listening_sockets(host: str, port: int) -> frozenset[int]:
-    """Return the inodes of the sockets that a connection to ``host:port`` of this machine reaches; empty without any.
+def find_listening_sockets(host: str, port: int) -> frozenset[int]:
+    """Return the inodes of the listening TCP sockets that a connection to ``host:port`` of this machine would reach.
 
-    A socket that listens on exactly this address takes precedence over sockets that listen on every address.
+    These are the sockets bound to the address of ``host``, otherwise the sockets bound to every address. The result is
+    empty if no process listens.
     """
     host_address = socket.inet_aton(socket.gethostbyname(host))[::-1].hex().upper()
-    listening = [(address, inode) for address, state, inode in _sockets(port) if state == _LISTEN]
+    listening = [(address, inode) for address, state, inode in _read_tcp_sockets(port) if state == _LISTEN]
     specific = frozenset(inode for address, inode in listening if address in (host_address, _MAPPED + host_address))
     return specific or frozenset(inode for address, inode in listening if address in _ANY)
 
 
 def has_closing_connections(port: int) -> bool:
-    """Return whether the kernel still lists closed connections of the port (TIME_WAIT)."""
-    return any(state == _TIME_WAIT for _, state, _ in _sockets(port))
+    """Return whether the kernel lists a TCP connection of this local port in the state TIME_WAIT."""
+    return any(state == _TIME_WAIT for _, state, _ in _read_tcp_sockets(port))
 
 
-def _sockets(port: int) -> Iterator[tuple[str, str, int]]:
-    """Yield address, state and inode of each TCP socket that the kernel lists with this local port."""
+def _read_tcp_sockets(port: int) -> Iterator[tuple[str, str, int]]:
+    """Yield address, state and inode of each TCP socket with this local port, from /proc/net/tcp and tcp6.
+
+    Address and state are the kernel's hexadecimal texts.
+    """
     # slot, local address and port, remote address, state, queues, timer, retransmits, uid, timeout, inode
     row = rf"^ *\d+: ([0-9A-F]+):{port:04X} \S+ ([0-9A-F]{{2}}) \S+ \S+ \S+ +\d+ +\d+ (\d+)"
     pattern = re.compile(row, re.MULTILINE)
@@ -101,8 +109,8 @@ def _sockets(port: int) -> Iterator[tuple[str, str, int]]:
                 yield address, state, int(inode)
 
 
-def sockets_of(pids: Iterable[int]) -> Iterator[int]:
-    """Yield the inodes of the sockets that processes have open, if this user may read them."""
+def list_socket_inodes(pids: Iterable[int]) -> Iterator[int]:
+    """Yield the inodes of all sockets that the processes have open; skip processes that this user can't inspect."""
     for pid in pids:
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             for descriptor in os.listdir(f"/proc/{pid}/fd"):

@@ -1,8 +1,8 @@
-"""Functions for the output of every process, a rank's phase file, stacks of hung threads, and network checks.
+"""Print and format lines, record the phase of a rank, write stacks of hung threads, and check network connections.
 
-``say``, ``plural`` and ``aligned`` format and print lines. ``PhaseFile`` reports the phase of a rank to the launcher.
-``dump_stacks_on_signal`` shows where a process hangs. ``can_reach`` checks that a URL, or the proxy for it, accepts
-connections.
+Every process of a run uses this module. ``say``, ``plural`` and ``align_columns`` format and print lines. ``PhaseFile``
+reports the phase of a rank to the launcher. ``dump_stacks_on_signal`` shows where a process hangs. ``can_reach`` checks
+that a URL, or the proxy for it, accepts connections.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _PHASE_LENGTH = 120  # characters; longer than any text of a phase
 
 
 def run_folder() -> Path:
-    """Return the run directory from the launcher's environment variable; exit if there is none."""
+    """Return the run directory, which the launcher passes in GRPO_RUN_DIR; raise SystemExit if it is not set."""
     folder = os.environ.get("GRPO_RUN_DIR")
     if not folder:
         raise SystemExit("grpo: GRPO_RUN_DIR is not set: the launcher starts this script. Fix: run grpo launch RECIPE")
@@ -31,15 +31,15 @@ def run_folder() -> Path:
 
 
 def say(text: str) -> None:
-    """Print a line with the prefix ``grpo:``."""
+    """Print ``grpo: <text>`` to stdout without secrets; in a launcher, also write it to ``launch.log``."""
     print_line(f"grpo: {text}")
 
 
 print_line = OUTPUT.print_line
 
 
-def gigabytes(number: float) -> str:
-    """Format a number of bytes in decimal units, for example ``1.5 GB``."""
+def format_bytes(number: float) -> str:
+    """Format a number of bytes in TB, GB, MB or kB (powers of 1,000), for example ``1.5 GB``."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if number >= size:
             return f"{number / size:.1f} {unit}"
@@ -52,7 +52,9 @@ def plural(count: float, name: str) -> str:
 
 
 class PhaseFile:
-    """The file ``processes/phase_<rank>.json``: with it the launcher distinguishes a hung run from a slow run.
+    """The file ``processes/phase_<rank>.json``, in which a rank records its current phase.
+
+    The launcher reads it to distinguish a hung rank from a slow rank.
 
     The phases are start, connect (server and trainer form their group for the weights), sample, score, sync, update,
     save, evaluate and end. ``since`` is ``time.time()`` at the start of the phase.
@@ -66,7 +68,10 @@ class PhaseFile:
         self.enter("start", 0)
 
     def enter(self, phase: str, step: int) -> str:
-        """Write that a phase, or its next batch, starts after ``step`` optimizer steps; return the previous phase."""
+        """Write the phase, ``step`` (completed optimizer steps) and the time to the file; return the previous phase.
+
+        Call this again for each batch of a long phase, so that the launcher sees progress.
+        """
         previous, self.phase = self.phase, phase
         text = json.dumps({"phase": phase, "since": time.time(), "step": step}).ljust(_PHASE_LENGTH)
         # A single write of constant length replaces the old text. On ext4, a rename or a truncation would flush the
@@ -78,19 +83,19 @@ class PhaseFile:
 
 
 def dump_stacks_on_signal(run_dir: Path, name: str) -> None:
-    """Append the stacks of all threads to ``stacks/<name>.txt`` on each SIGUSR2 from now on.
+    """Install a handler of SIGUSR2 that appends the stacks of all threads to ``<run_dir>/stacks/<name>.txt``.
 
-    This works even if Python code is blocked.
+    The handler works even if Python code is blocked.
     """
     folder = run_dir / "stacks"
     folder.mkdir(mode=0o700, exist_ok=True)
     faulthandler.register(signal.SIGUSR2, file=(folder / f"{name}.txt").open("a"), all_threads=True)
 
 
-def aligned(rows: Sequence[Sequence[str]], numbers: bool = False) -> list[str]:
-    """Return a table as lines with aligned columns; all rows have the same number of cells.
+def align_columns(rows: Sequence[Sequence[str]], numbers: bool = False) -> list[str]:
+    """Format a table as one line for each row, with its cells padded to equal widths and separated by two spaces.
 
-    With ``numbers``, all columns except the first are aligned to the right.
+    All rows have the same number of cells. With ``numbers``, all columns except the first are aligned to the right.
     """
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
@@ -116,10 +121,11 @@ def can_connect(host: str, port: int, timeout: float = 5.0) -> bool:
     return opened.is_set()
 
 
-def route_to(address: str, environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return the host and port that a client of the URL ``address`` connects to.
+def find_route(address: str, environment: Mapping[str, str]) -> tuple[str, int]:
+    """Return the host and port that an HTTP client of the URL ``address`` connects to.
 
-    This is the proxy if ``environment`` specifies one for the address (``HTTPS_PROXY`` and similar variables).
+    They belong to the proxy if ``environment`` sets one for this URL (``HTTPS_PROXY``, ``ALL_PROXY``, ``NO_PROXY``),
+    otherwise to the URL.
     """
     url = urlsplit(address)
     host = url.hostname or ""
@@ -134,5 +140,5 @@ def route_to(address: str, environment: Mapping[str, str]) -> tuple[str, int]:
 
 
 def can_reach(address: str, environment: Mapping[str, str], timeout: float = 5.0) -> bool:
-    """Return whether a client of the URL ``address`` can connect to its host, or to the proxy for it."""
-    return can_connect(*route_to(address, environment), timeout)
+    """Return whether a TCP connection opens to the host of the URL ``address``, or to its proxy in ``environment``."""
+    return can_connect(*find_route(address, environment), timeout)

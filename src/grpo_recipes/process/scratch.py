@@ -1,4 +1,6 @@
-"""Node-local scratch folders of an attempt, its shared-memory segments, and their removal after a run was killed.
+"""Create the node-local scratch folders of an attempt, and remove what killed runs left on a node.
+
+Leftovers are scratch folders and shared-memory segments of libraries.
 
 A scratch folder contains a marker file. The launcher (or node worker) that created the folder keeps a lock on the
 marker, and its process guards inherit the lock. The kernel drops the lock when the last of these processes dies. Locks
@@ -32,7 +34,7 @@ import psutil
 
 from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.paths import is_locked
-from grpo_recipes.process.reports import gigabytes
+from grpo_recipes.process.reports import format_bytes
 from grpo_recipes.process.tree import descendants
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -47,7 +49,7 @@ _CHECK_SECONDS = 1.0  # between two checks for new segments
 
 @dataclass(frozen=True)
 class Scratch:
-    """Node-local folders of one attempt."""
+    """The node-local folders of one attempt at a run: one on disk, one in shared memory if possible."""
 
     disk: Path  # TMPDIR and compiled caches; the path is short, since paths of unix sockets have at most 107 bytes
     memory: Path  # weights of the method "file"; in shared memory if possible
@@ -59,29 +61,29 @@ class Scratch:
         return self.disk / "token"
 
     def write_token(self, token: str) -> None:
-        """Replace the token atomically; only the user can read its file."""
+        """Replace the content of ``token_file`` atomically by ``token``; only the user can read the file."""
         new_file = self.disk / ".token"
         new_file.touch(mode=0o600)
         new_file.write_text(token)
         new_file.replace(self.token_file)
 
     def remove(self) -> None:
-        """Remove both folders and the shared-memory segments recorded there, then release the folders' locks.
+        """Remove both folders and the shared-memory segments recorded in them, then close the descriptors of the locks.
 
         Segments remain if a living process maps them. Files that can't be removed remain, too.
         """
         for folder in (self.memory, self.disk):
             with contextlib.suppress(OSError):
-                _remove(folder)
+                _remove_folder(folder)
         while self.locks:
             os.close(self.locks.pop())
 
 
 def make_scratch(environment: Mapping[str, str]) -> Scratch:
-    """Create the scratch folders of an attempt on this node, with a new token that only the user can read.
+    """Create and lock new scratch folders on this node, and write a new random token to ``token_file``.
 
-    Weights are in shared memory if it is writable, otherwise next to the other files. Raise ConfigError if the folders
-    can't be created, for example on a full disk.
+    The folder ``memory`` is in /dev/shm if that is writable, otherwise below the folder ``disk``. Raise
+    ConfigError if the folders can't be created, for example on a full disk.
     """
     node = node_folder(environment)
 
@@ -100,17 +102,18 @@ def make_scratch(environment: Mapping[str, str]) -> Scratch:
         undo.callback(shutil.rmtree, memory, ignore_errors=True)
         scratch = Scratch(disk, memory)
         undo.callback(scratch.remove)
-        scratch.locks.extend(lock for folder in folders if (lock := _mark(folder)) is not None)
+        scratch.locks.extend(lock for folder in folders if (lock := _create_lock_marker(folder)) is not None)
         scratch.write_token(secrets.token_hex(16))
         undo.pop_all()
     return scratch
 
 
 def remove_dead_scratch(environment: Mapping[str, str]) -> str:
-    """Remove scratch that dead runs of this user left on this node; return a note about it, or an empty text.
+    """Remove scratch folders that dead runs of this user left on this node; return a sentence for the user.
 
-    This takes a few seconds at most and never fails the launch. Each folder is locked while it is examined, so that two
-    launches do not remove it at the same time.
+    The sentence names the removed folders with their size, and failures. It is empty if there was nothing to remove.
+    No error is raised. After ``_MAX_SECONDS``, the remaining folders are left to the next launch. Each folder
+    is locked while it is examined, so that two launches do not remove it at the same time.
     """
     roots = dict.fromkeys([node_folder(environment), SHARED_MEMORY])
     deadline = time.monotonic() + _MAX_SECONDS
@@ -121,16 +124,16 @@ def remove_dead_scratch(environment: Mapping[str, str]) -> str:
         for folder in folders:
             size = 0
             with contextlib.ExitStack() as lock:
-                if not _lock_dead(folder, lock):
+                if not _lock_dead_folder(folder, lock):
                     continue
                 if time.monotonic() > deadline:
                     failures.append("the next launch removes the rest")
                     break
-                if names_in_use([folder.name]):  # checked under the lock: its launcher may have died a moment ago
+                if find_used_names([folder.name]):  # checked under the lock: its launcher may have died a moment ago
                     continue
                 with contextlib.suppress(OSError):
-                    size = size_of(folder)
-                    _remove(folder)
+                    size = measure_folder(folder)
+                    _remove_folder(folder)
             if folder.exists():
                 failures.append(f"could not remove {folder}")
             else:
@@ -138,12 +141,12 @@ def remove_dead_scratch(environment: Mapping[str, str]) -> str:
     except OSError as error:
         failures.append(f"could not search for scratch of dead runs: {error}")
     names = textwrap.shorten(", ".join(removed), _MAX_NAMES_LENGTH, placeholder=" ...")
-    removal = f"removed scratch of runs that died on this node ({names}: {gigabytes(sum(removed.values()))})"
+    removal = f"removed scratch of runs that died on this node ({names}: {format_bytes(sum(removed.values()))})"
     return "; ".join([removal, *failures] if removed else failures)
 
 
-def names_in_use(names: Iterable[str]) -> set[str]:
-    """Return those folder ``names`` that occur in the environment or command line of a living process of this user.
+def find_used_names(names: Iterable[str]) -> set[str]:
+    """Return the folder ``names`` that occur in the environment or command line of a living process of this user.
 
     Every process of a run has the name there. A rank that outlived its launcher and guards may still use the folder.
     """
@@ -155,12 +158,12 @@ def names_in_use(names: Iterable[str]) -> set[str]:
     return used
 
 
-def is_held(folder: Path) -> bool:
-    """Return whether the launcher or a process guard of the folder's run is alive."""
+def is_owner_alive(folder: Path) -> bool:
+    """Return whether another process holds the lock of a scratch folder: the run's launcher or a process guard."""
     return is_locked(folder / _MARKER)
 
 
-def size_of(folder: Path) -> int:
+def measure_folder(folder: Path) -> int:
     """Return the total size of the files in a folder, in bytes."""
     size = 0
     for path in (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names):
@@ -170,18 +173,21 @@ def size_of(folder: Path) -> int:
 
 
 def node_folder(environment: Mapping[str, str]) -> Path:
-    """Return the parent of scratch folders: SLURM_TMPDIR if it is writable, otherwise the temporary folder."""
+    """Return the folder for scratch folders: SLURM_TMPDIR if it is writable, otherwise Python's temporary folder."""
     node = environment.get("SLURM_TMPDIR", "")
     return Path(node if os.access(node, os.W_OK) else tempfile.gettempdir())
 
 
-def _mark(folder: Path) -> int | None:
-    """Create a folder's marker, locked before it gets its name; return the lock, or None without file locks."""
+def _create_lock_marker(folder: Path) -> int | None:
+    """Create the marker file in a new scratch folder and lock it; return the descriptor that holds the lock.
+
+    The file gets its final name after it is locked. Return None, and leave no file, if the file system has no locks.
+    """
     new_file = folder / f"{_MARKER}.new"
     descriptor = os.open(new_file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(descriptor, json.dumps(_identity(folder)).encode())
+        os.write(descriptor, json.dumps(_identify_folder(folder)).encode())
         new_file.rename(folder / _MARKER)
     except OSError:
         os.close(descriptor)
@@ -190,10 +196,11 @@ def _mark(folder: Path) -> int | None:
     return descriptor
 
 
-def _lock_dead(folder: Path, lock: contextlib.ExitStack) -> bool:
-    """Return whether a folder is certainly ours and its owner is dead; if so, ``lock`` holds its lock.
+def _lock_dead_folder(folder: Path, lock: contextlib.ExitStack) -> bool:
+    """Lock a scratch folder of a dead run of this user; return False if it is not one, or if its run is alive.
 
-    The marker must have been created for this folder on this machine: a copy of a folder has a foreign marker. Locks of
+    The lock is released when ``lock`` is closed. The marker must have been created for this folder on this machine: the
+    marker in a copied folder has another identity. Locks of
     other nodes may be invisible on a network file system, so there the marker must be from the current boot.
     """
     with contextlib.suppress(OSError, ValueError, TypeError), contextlib.ExitStack() as opened:
@@ -208,13 +215,14 @@ def _lock_dead(folder: Path, lock: contextlib.ExitStack) -> bool:
             identity = {**identity, "boot": _boot_id()}
         # If the marker has no link, another launch has just removed it.
         is_ours = (status.st_uid, marker.st_uid, marker.st_nlink) == (os.geteuid(), os.geteuid(), 1)
-        if is_ours and identity == _identity(folder):
+        if is_ours and identity == _identify_folder(folder):
             lock.push(opened.pop_all())
             return True
     return False
 
 
-def _identity(folder: Path) -> dict[str, Any]:
+def _identify_folder(folder: Path) -> dict[str, Any]:
+    """Return name, inode and boot id, which identify a folder of this machine; its marker file contains them."""
     return {"name": folder.name, "inode": folder.lstat().st_ino, "boot": _boot_id()}
 
 
@@ -223,8 +231,11 @@ def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def _remove(folder: Path) -> None:
-    """Remove a folder and its recorded segments; the marker is last, so that the next launch can remove the rest."""
+def _remove_folder(folder: Path) -> None:
+    """Remove a scratch folder and the shared-memory segments that it records.
+
+    The marker is removed last, and only if everything else is gone, so that the next launch can try again.
+    """
     remove_segments(folder)
     for path in (path for path in folder.iterdir() if path.name != _MARKER):
         with contextlib.suppress(OSError):  # the path is a folder
@@ -235,22 +246,25 @@ def _remove(folder: Path) -> None:
 
 
 class SegmentRecorder:
-    """Record the segments that descendants of this process create from now on, in the run's shared-memory folder."""
+    """Record new shared-memory segments of this process's descendants in the file ``.segments`` of ``memory``."""
 
     def __init__(self, memory: Path) -> None:
         self._record = memory / _SEGMENT_RECORD
-        self._known = set(_segments())  # inodes that are recorded, or belong to another program
+        self._known = set(_list_segments())  # inodes that are recorded, or belong to another program
         self._unknown: set[int] = set()  # inodes that the last check could not assign
         self._next_check = 0.0
 
     def record_new(self) -> None:
-        """Record new segments, at most once per second; without new segments this lists one folder."""
+        """Append the segments that descendants have mapped since the last check to the record.
+
+        Do nothing within a second of the last check. Segments of other programs are skipped.
+        """
         if time.monotonic() < self._next_check:
             return
         self._next_check = time.monotonic() + _CHECK_SECONDS
-        segments = _segments()
+        segments = _list_segments()
         unknown = segments.keys() - self._known
-        mapped = unknown & _mapped(process.pid for process in descendants()) if unknown else set()
+        mapped = unknown & _find_mapped_inodes(process.pid for process in descendants()) if unknown else set()
         if mapped:
             with contextlib.suppress(OSError), self._record.open("a") as record:  # shared memory may be full
                 record.writelines(f"{inode} {segments[inode]}\n" for inode in mapped)
@@ -260,10 +274,13 @@ class SegmentRecorder:
 
 
 def remove_segments(memory: Path) -> None:
-    """Remove the recorded segments of a run that has ended, except segments that a living process maps."""
+    """Delete the segments in /dev/shm that the record in ``memory`` lists, except those that a living process maps.
+
+    Segments with another inode than recorded, or of another user, remain too.
+    """
     with contextlib.suppress(OSError):  # there is no record, or it cannot be read
         text = (memory / _SEGMENT_RECORD).read_text(errors="replace")
-        mapped = _mapped(psutil.pids())
+        mapped = _find_mapped_inodes(psutil.pids())
         # Only complete lines count: a kill can truncate the last line.
         for inode, name in re.findall(r"^(\d+) ([^/\s]+)\n", text, re.MULTILINE):
             with contextlib.suppress(OSError):
@@ -272,15 +289,15 @@ def remove_segments(memory: Path) -> None:
                     (SHARED_MEMORY / name).unlink()
 
 
-def _segments() -> dict[int, str]:
-    """Return the segments with random names: inode -> name."""
+def _list_segments() -> dict[int, str]:
+    """Return inode -> name of the files in /dev/shm that have a random name of a library (``_SEGMENT_KINDS``)."""
     with contextlib.suppress(OSError), os.scandir(SHARED_MEMORY) as entries:  # this system has no shared memory
         return {entry.inode(): entry.name for entry in entries if entry.name.startswith(_SEGMENT_KINDS)}
     return {}
 
 
-def _mapped(pids: Iterable[int]) -> set[int]:
-    """Return the inodes of the shared memory that these processes map; ended and other users' processes are skipped.
+def _find_mapped_inodes(pids: Iterable[int]) -> set[int]:
+    """Return the inodes of the files in /dev/shm that the processes map; skip processes that can't be inspected.
 
     Names are not compared, since glibc renames its semaphores.
     """

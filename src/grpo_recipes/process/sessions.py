@@ -1,4 +1,4 @@
-"""Bounded HTTP for the library requests (see ``answers.py``).
+"""Bounded HTTP for the library requests: one deadline and a maximum size for each response (see ``answers.py``).
 
     session = secure_session(requests.Session(), BoundedAdapter(30.0, owner=owner), token)
 
@@ -21,9 +21,9 @@ _CHUNK_BYTES = 1 << 14  # compressed bytes per read; they may expand a thousandf
 
 
 def secure_session(session: requests.Session, adapter: "BoundedAdapter", token: str | None = None) -> requests.Session:
-    """Let all requests of a session use ``adapter`` and the bearer ``token``, and no proxy; return the session.
+    """Configure a session to use ``adapter``, the bearer ``token`` and no proxy for all requests; return the session.
 
-    A proxy of the environment (``http_proxy``) must not see, or swallow, requests to our own hosts.
+    Proxies of the environment (``http_proxy``) are ignored, because they must not see requests to our own hosts.
     """
     session.trust_env = False
     if token:
@@ -49,31 +49,32 @@ class BoundedAdapter(HTTPAdapter):
         self._timeout, self._max_bytes, self.owner = timeout, max_bytes, owner
         super().__init__(pool_maxsize=connections, max_retries=0)
 
-    def allow(self, size: int) -> None:
-        """Accept responses of up to ``size`` bytes from now on."""
+    def raise_size_limit(self, size: int) -> None:
+        """Raise the maximum size of a response to ``size`` bytes; a smaller ``size`` changes nothing."""
         self._max_bytes = max(self._max_bytes, size)
 
-    def limit_of(self, timeout: Any) -> float:
-        """Return the seconds that a whole request may take.
+    def compute_time_limit(self, timeout: Any) -> float:
+        """Return the seconds that a whole request may take: ``timeout``, but at most the limit of this adapter.
 
-        ``timeout`` is the timeout argument of requests: a number, a pair, or None. The adapter's own limit still
-        applies.
+        ``timeout`` is an argument of requests: the seconds, a pair of connect and read seconds, or None.
         """
         read_timeout = timeout[-1] if isinstance(timeout, tuple) else timeout
         return min(self._timeout, read_timeout or self._timeout)
 
     def init_poolmanager(self, *args: Any, **options: Any) -> None:
-        """Create connections that limit whole responses and check their listener."""
+        """Create the pools of urllib3, with connections that bound whole responses and check their listener."""
         super().init_poolmanager(*args, **options)
         pools = {"http": HTTPConnectionPool, "https": HTTPSConnectionPool}
-        self.poolmanager.pool_classes_by_scheme = {name: _bounded(pool, self.owner) for name, pool in pools.items()}
+        self.poolmanager.pool_classes_by_scheme = {
+            name: _make_bounded_pool(pool, self.owner) for name, pool in pools.items()
+        }
 
     def send(self, request: requests.PreparedRequest, *args: Any, **options: Any) -> requests.Response:
         """Send the request, read the whole response, and return it.
 
         Raise RejectedResponse if the response redirects or is too large, and an error of requests if it is late.
         """
-        limit = self.limit_of(options.get("timeout"))
+        limit = self.compute_time_limit(options.get("timeout"))
         options["timeout"] = Timeout(connect=min(limit, _CONNECT_SECONDS), read=limit, total=limit)
         response = super().send(request, *args, **options)
         with contextlib.ExitStack() as close_on_error:
@@ -90,8 +91,11 @@ class BoundedAdapter(HTTPAdapter):
         return response
 
 
-def _bounded(pool: Any, owner: OwnListener | None) -> Any:
-    """Subclass a connection pool of urllib3 so that connections have a deadline and only send to ``owner``."""
+def _make_bounded_pool(pool: Any, owner: OwnListener | None) -> Any:
+    """Return a subclass of urllib3's pool class ``pool``, for connections that bound whole responses.
+
+    With ``owner``, its connections raise ForeignListener instead of reaching a process outside the run.
+    """
 
     class Connection(pool.ConnectionCls):
         response_class = TimedResponse

@@ -1,4 +1,4 @@
-"""A faster start and end of a trainer.
+"""Start and end a trainer faster: hide packages from TRL, and skip the garbage collection of Python's exit.
 
     with hidden_packages("vllm"):
         import trl
@@ -20,7 +20,10 @@ HIDDEN_PACKAGES = "GRPO_HIDDEN_PACKAGES"  # variable that the launcher sets for 
 
 @contextmanager
 def hidden_packages(*names: str) -> Iterator[None]:
-    """Let these packages look as if they were not installed, except those that are imported already."""
+    """Make the packages look uninstalled in the block: importing them raises ModuleNotFoundError.
+
+    Packages that are imported already are not changed.
+    """
     hidden = [name for name in names if name not in sys.modules]
     modules = cast(dict[str, object], sys.modules)
     modules.update(dict.fromkeys(hidden))  # Python takes None for a missing module

@@ -34,19 +34,19 @@ _COLORS = (  # pattern in a line -> code of the terminal: 1 bold, 2 dim, 31 red,
 )  # fmt: skip
 
 
-def readable(text: str) -> str:
-    """Remove colors and control characters from a text, and keep only the last state of progress bars."""
+def strip_control_codes(text: str) -> str:
+    """Return a text without color codes and control characters, and with only the last state of each progress bar."""
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.replace("\r\n", "\n"))
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", re.sub(r"[^\n]*\r(?=[^\n])", "", text))
 
 
-def without_library_frames(text: str) -> str:
-    """Replace frames of libraries in tracebacks by their number, so that only the user's own lines remain."""
+def collapse_library_frames(text: str) -> str:
+    """Replace consecutive traceback frames of libraries by a line with their number; the user's own frames remain."""
     return _FRAMES.sub(lambda frames: f"  … {frames[0].count('  File ')} frames of libraries\n", text)
 
 
 def columns() -> int:
-    """Return the width of the terminal, or ``WIDTH`` without a terminal."""
+    """Return the width of the terminal in characters, or ``WIDTH`` without a terminal."""
     with contextlib.suppress(OSError):
         return os.get_terminal_size().columns or WIDTH
     return WIDTH
@@ -57,15 +57,15 @@ def use_color() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
 
 
-def colored(text: str) -> str:
-    """Return a line of the launcher with color codes of a terminal."""
+def add_colors(text: str) -> str:
+    """Add terminal color codes to the important parts of a line of the launcher, for example to its reward."""
     for pattern, code in _COLORS:
         text = re.sub(pattern, f"\x1b[{code}m\\g<0>\x1b[0m", text)
     return text
 
 
 class Output:
-    """Standard output of a launcher, which is also written to ``launch.log``."""
+    """Print lines to stdout and stderr and copy them to ``launch.log``; on a terminal, also show a live status line."""
 
     def __init__(self) -> None:
         self._live = ""
@@ -74,21 +74,24 @@ class Output:
         self._full: set[int] = set()  # descriptors that did not accept the last text
 
     def store_lines(self) -> contextlib.AbstractContextManager[Any]:
-        """Store all lines that are printed in the block, until ``start_log`` writes them to a log."""
+        """Keep a copy of all printed lines in memory until ``start_log`` writes them to a log.
+
+        Return a context manager that calls ``close`` at the end of its block.
+        """
         self._early_lines = deque(maxlen=_MAX_EARLY_LINES)
         return contextlib.closing(self)
 
     def close(self) -> None:
-        """Remove the live line and close the log."""
+        """Remove the live line from the terminal, close the log, and drop stored lines."""
         self.show_live("")
         if self._log >= 0:
             os.close(self._log)
         self._early_lines, self._log = None, -1
 
     def start_log(self, folder: Path) -> None:
-        """Write time, command and the stored lines to ``launch.log`` in ``folder``; all further lines follow.
+        """Open ``launch.log`` in ``folder``, and write the time, the command and the stored lines to it.
 
-        If the log can't be created, lines are only printed.
+        All lines that are printed later are also written there. If the log can't be created, lines are only printed.
         """
         with contextlib.suppress(OSError):
             self._log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -99,7 +102,10 @@ class Output:
             self._log_line(line, 1)
 
     def _log_line(self, line: str, stream: int) -> None:
-        """Add a line to the log, unless ``stream`` is the same file, as in a sweep; a full disk loses the line."""
+        """Write a line to the log, or store it if ``start_log`` was not called yet; ignore errors such as a full disk.
+
+        Nothing is written if the descriptor ``stream`` is the log itself, as in a sweep. -1 is no descriptor.
+        """
         if self._log >= 0:
             with contextlib.suppress(OSError):
                 if stream < 0 or not os.path.sameopenfile(stream, self._log):
@@ -110,29 +116,35 @@ class Output:
     def print_line(self, text: str, error: bool = False) -> None:
         """Print a line without secrets to stdout, or to stderr if ``error`` is true, and write it to the log.
 
-        A terminal or pipe that is gone does not end the run.
+        No error is raised if stdout is gone. A terminal or pipe that does not accept the line within a second loses it.
         """
         stream, descriptor = (sys.stderr, 2) if error else (sys.stdout, 1)
-        text = readable(masked(text))
+        text = strip_control_codes(masked(text))
         self._log_line(text, descriptor)
         if stream.isatty():
-            line = colored(text) if use_color() else text
+            line = add_colors(text) if use_color() else text
             clear, live = (_CLEAR_LINE, self._live) if self._live else ("", "")
             self._write(descriptor, f"{clear}{line}\n{live}")
         elif _is_pipe(stream):
             self._write(descriptor, f"{text}\n")
-        elif not _printed(text, stream):
+        elif not _try_print(text, stream):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
     def show_live(self, text: str) -> None:
-        """Show ``text`` on a terminal below all lines until the next call; an empty text removes it."""
+        """Show ``text`` as the last line of the terminal until the next call; an empty text removes it.
+
+        Lines that are printed later appear above it. Without a terminal, do nothing.
+        """
         if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and text != self._live:
             text = text[: columns() - 1]
             self._live = text
             self._write(1, _CLEAR_LINE + text)
 
     def _write(self, descriptor: int, text: str) -> None:
-        """Write to a terminal or pipe; drop the text if it is full or gone."""
+        """Write a text to a terminal or pipe; drop the rest if it accepts nothing for a second or is gone.
+
+        After a drop, the next text is only tried without a wait.
+        """
         content = text.encode(errors="replace")
         with contextlib.suppress(OSError):
             while content:
@@ -145,12 +157,14 @@ class Output:
 
 
 def _is_pipe(stream: Any) -> bool:
+    """Return whether a stream writes to a pipe; False for a stream without a file descriptor."""
     with contextlib.suppress(OSError, ValueError):  # a stream of a test has no file
         return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
     return False
 
 
-def _printed(text: str, stream: object) -> bool:
+def _try_print(text: str, stream: object) -> bool:
+    """Print a line to a stream and flush it; return False if that raises OSError."""
     with contextlib.suppress(OSError):
         print(text, file=stream, flush=True)  # type: ignore[call-overload]
         return True

@@ -1,4 +1,4 @@
-"""The process tree of a run: find the living descendants of a process, and end them reliably."""
+"""Find the living descendants of a process, end them reliably, and collect orphans and zombies (Linux only)."""
 
 import contextlib
 import ctypes
@@ -20,9 +20,9 @@ OWN_CHILDREN: set[int] = set()
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGTERM) -> None:
-    """Let the kernel send ``signum`` to this process when its parent dies.
+    """Let the kernel send ``signum`` to this process when its parent dies (PR_SET_PDEATHSIG).
 
-    ``parent`` is the pid of the parent at the start. If it is dead already, send the signal now.
+    ``parent`` is the pid of the parent at the start of this process. If it is dead already, send the signal now.
     """
     _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
@@ -30,18 +30,18 @@ def die_with_parent(parent: int, signum: int = signal.SIGTERM) -> None:
 
 
 def become_subreaper() -> None:
-    """Become the parent of orphaned descendants, so that the clean-up finds them."""
+    """Make this process the parent of its orphaned descendants instead of init (PR_SET_CHILD_SUBREAPER)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _prctl(option: int, value: int) -> None:
-    """Set a Linux process attribute that Python does not offer."""
+    """Call prctl(2) of the C library with an option and its value; raise OSError if it fails."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether the process runs; a zombie does not count."""
+    """Return whether a process with this pid exists and is not a zombie."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     return False
@@ -66,28 +66,28 @@ def end_all(processes: Iterable[psutil.Process], grace: float = 5.0) -> None:
         return not any(is_alive(process.pid) for process in targets)
 
     for signum, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, _EXIT_SECONDS)):
-        _send(signum, targets)
+        _send_signal(signum, targets)
         wait_until(all_ended, seconds, pause=0.05)
 
 
 def end_descendants() -> None:
-    """End every descendant of this process by SIGTERM, then by SIGKILL; kill descendants that started since."""
+    """End every descendant of this process: SIGTERM, SIGKILL after five seconds, then ``kill_descendants``."""
     end_all(descendants())
     kill_descendants()
 
 
 def kill_descendants(pid: int | None = None) -> None:
-    """Kill every descendant of ``pid`` (by default of this process), for at most ``_KILL_SECONDS``.
+    """Send SIGKILL to every descendant of ``pid`` (by default of this process) until none is left.
 
-    All of them are stopped first, so that none can start another process.
+    Give up after ``_KILL_SECONDS``. SIGSTOP stops all of them first, so that none can start another process.
     """
     deadline = time.monotonic() + _KILL_SECONDS
     while time.monotonic() < deadline:
         stopped: set[psutil.Process] = set()
         while (running := set(descendants(pid)) - stopped) and time.monotonic() < deadline:
-            _send(signal.SIGSTOP, running)
+            _send_signal(signal.SIGSTOP, running)
             stopped |= running
-        _send(signal.SIGKILL, stopped)
+        _send_signal(signal.SIGKILL, stopped)
         if pid is None:
             reap()
         if not descendants(pid):
@@ -95,16 +95,17 @@ def kill_descendants(pid: int | None = None) -> None:
         time.sleep(0.01)
 
 
-def _send(signum: int, processes: Iterable[psutil.Process]) -> None:
+def _send_signal(signum: int, processes: Iterable[psutil.Process]) -> None:
+    """Send a signal to each process; ignore processes that have ended."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signum)
 
 
 def reap() -> None:
-    """Collect adopted children that have exited, so that no zombies remain.
+    """Wait for children that have exited, so that adopted orphans do not remain as zombies; never block.
 
-    Stop at a child in ``OWN_CHILDREN``, whose exit code its starter still reads.
+    Stop at a child in ``OWN_CHILDREN``, because the Popen object that started it still needs its exit code.
     """
     with contextlib.suppress(ChildProcessError):
         while True:

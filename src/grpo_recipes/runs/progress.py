@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.process.terminal import WIDTH, readable
+from grpo_recipes.process.terminal import WIDTH, strip_control_codes
 from grpo_recipes.runs.health import LAST_STEPS, drop_missing, finite_number, mean, percent
 from grpo_recipes.runs.rundir import SERVER_STATE, format_duration, load_json_mapping
 
@@ -195,7 +195,7 @@ def format_episode_metrics(row: Mapping[str, Any]) -> str:
     parts = [f"{key.removeprefix('episodes/')} {value:.3g}" for key, value in values.items() if value is not None]
     if len(parts) > _MOST_NUMBERS:
         parts = [*parts[:_MOST_NUMBERS], f"and {len(parts) - _MOST_NUMBERS} more"]
-    return "  ".join(" ".join(readable(part).split()) for part in parts)
+    return "  ".join(" ".join(strip_control_codes(part).split()) for part in parts)
 
 
 def format_unusual_totals(rows: list[dict[str, Any]]) -> str:
@@ -231,7 +231,9 @@ def format_sample(row: Mapping[str, Any], index: int) -> list[str]:
     if not samples:
         return []
     sample = samples[index % len(samples)]
-    prompt, completion = (" ".join(readable(str(sample.get(key))).split()) for key in ("prompt", "completion"))
+    prompt, completion = (
+        " ".join(strip_control_codes(str(sample.get(key))).split()) for key in ("prompt", "completion")
+    )
     prompt = prompt if len(prompt) <= _PROMPT else f"… {prompt[-_PROMPT:]}"
     half = _COMPLETION // 2
     completion = completion if len(completion) <= _COMPLETION else f"{completion[:half]} … {completion[-half:]}"

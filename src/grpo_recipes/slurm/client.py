@@ -1,7 +1,7 @@
-"""A client for Slurm's commands: the current job and its time limit, the queue, submit, requeue and cancel.
+"""Run Slurm's commands: read jobs and time limits, submit, requeue and cancel.
 
-Every command has a time limit. Functions for information return None or an empty value if there is no Slurm on this
-machine. Functions that change something raise an error with Slurm's own words.
+Every command has a time limit. Functions that read return None or an empty value on a machine without Slurm. Functions
+that change a job report Slurm's own error message. ``Walltime`` decides when a run must stop before its time limit.
 """
 
 import contextlib
@@ -53,8 +53,12 @@ class MaybeSubmitted(ConfigError):
     """It is unknown whether the job is in the queue, so the files that it would run must not be removed."""
 
 
-def _run(*argv: str, seconds: float = _COMMAND_SECONDS, harmless_error: str | None = None) -> str:
-    """Run a command and return its output; raise SlurmError if it fails, except with ``harmless_error``."""
+def _run_command(*argv: str, seconds: float = _COMMAND_SECONDS, harmless_error: str | None = None) -> str:
+    """Run a command and return its stripped standard output.
+
+    Raise SlurmError if it takes more than ``seconds``, is not installed (_NotInstalled), or fails (_Rejected). Its
+    exit code is ignored if standard error contains ``harmless_error``.
+    """
     with (
         translate(subprocess.TimeoutExpired, lambda _: SlurmError(f"did not answer within {seconds:.0f} seconds")),
         translate(OSError, lambda error: _NotInstalled(f"does not run on this machine ({error.strerror})")),
@@ -67,17 +71,17 @@ def _run(*argv: str, seconds: float = _COMMAND_SECONDS, harmless_error: str | No
 
 
 def query(*argv: str, seconds: float = _COMMAND_SECONDS) -> str | None:
-    """Return the output of a command; None if there is no output, no such job, or no such command.
+    """Run a command of Slurm and return its output; None if it prints nothing, is not installed, or knows no such job.
 
-    Raise SlurmError if it fails or takes too long.
+    Raise SlurmError if it fails for another reason or takes more than ``seconds``.
     """
     with contextlib.suppress(_NotInstalled):
-        return _run(*argv, seconds=seconds, harmless_error="Invalid job id") or None
+        return _run_command(*argv, seconds=seconds, harmless_error="Invalid job id") or None
     return None
 
 
 def _query_or_empty(*argv: str, seconds: float = _COMMAND_SECONDS) -> str:
-    """Return the output of a command, or an empty text if it fails or is not installed."""
+    """Run a command of Slurm and return its output; "" if it fails, prints nothing or is not installed."""
     with contextlib.suppress(SlurmError):
         return query(*argv, seconds=seconds) or ""
     return ""
@@ -100,8 +104,11 @@ class SlurmJob:
         return f"{self.cluster}-{self.array or self.id}"
 
 
-def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
-    """Return the job of SLURM_JOB_ID, or None outside a job; raise ConfigError if a variable is not a number."""
+def read_slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
+    """Read the job that this process runs in from Slurm's variables (SLURM_JOB_ID and others); None outside a job.
+
+    Raise ConfigError if the id, the number of nodes or the number of restarts is not a number.
+    """
 
     def read_number(name: str, default: str = "") -> int:
         text = environment.get(name) or default
@@ -124,13 +131,17 @@ def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
     )
 
 
-def requeue(job: SlurmJob) -> str | None:
-    """Requeue our job and wait until Slurm ends it by SIGTERM; return the error if Slurm rejects the requeue."""
+def requeue_job(job: SlurmJob) -> str | None:
+    """Requeue the job of this process with scontrol, then wait for the SIGTERM with which Slurm ends the job.
+
+    Replace the handler of SIGTERM. Return None after the signal or a minute, or a text with Slurm's error if it
+    rejects the requeue.
+    """
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())  # works in every thread that may get the signal
     name = job.array or str(job.id)  # one task, not the whole array
     try:
-        _run("scontrol", "requeue", name, seconds=60)
+        _run_command("scontrol", "requeue", name, seconds=60)
     except SlurmError as error:
         return f"scontrol requeue {name}: {error}"
     say(f"job {name} is requeued and continues in the same run directory")
@@ -165,7 +176,10 @@ class Job:
 
 
 def find_job(job_id: str) -> Job | None:
-    """Return the job with that id; None if Slurm does not know it or is not installed."""
+    """Return the job with that id from scontrol, or from sacct after its end; None if neither knows it.
+
+    The state is NO_ANSWER if Slurm is installed and does not answer.
+    """
     with contextlib.suppress(SlurmError):
         if output := query("scontrol", "show", "job", job_id, "-o"):
             # A value may contain spaces; it ends before the next `Key=`.
@@ -181,7 +195,7 @@ def find_job(job_id: str) -> Job | None:
     return Job(job_id, NO_ANSWER)
 
 
-def my_jobs() -> dict[str, Job] | None:
+def list_my_jobs() -> dict[str, Job] | None:
     """Return the user's waiting and running jobs by id; empty without Slurm, None if Slurm does not answer."""
     with contextlib.suppress(SlurmError):
         listed = query("squeue", "--me", "-r", "-h", "-o", "%i|%T|%r|%o") or ""
@@ -193,8 +207,11 @@ def my_jobs() -> dict[str, Job] | None:
     return None
 
 
-def tasks_in_queue(jobs: Iterable[int]) -> set[int]:
-    """Return the task indices of array jobs that wait or run; empty on a machine without Slurm."""
+def find_queued_tasks(jobs: Iterable[int]) -> set[int]:
+    """Return the task indices of the array jobs ``jobs`` that are in the queue (squeue): waiting or running tasks.
+
+    The result is empty without jobs or without Slurm. Raise ConfigError if squeue fails.
+    """
     ids = ",".join(map(str, jobs))
     with translate(SlurmError, lambda error: config_error("squeue", str(error), "try again later")):
         command = ("squeue", "--noheader", "--array", f"--jobs={ids}", "--format=%K")
@@ -202,27 +219,27 @@ def tasks_in_queue(jobs: Iterable[int]) -> set[int]:
     return {int(line) for line in (listed or "").split() if line.isdigit()}
 
 
-def address_of_node(name: str) -> str | None:
-    """Return ``NodeAddr`` of a node, an address or a host name; None if scontrol does not show it."""
+def read_node_address(name: str) -> str | None:
+    """Return ``NodeAddr`` of the node ``name``, an IP address or a host name; None if scontrol does not show it."""
     match = re.search(r"\bNodeAddr=(\S+)", _query_or_empty("scontrol", "show", "node", name, "-o", seconds=60))
     return match[1] if match else None
 
 
-def cluster_name() -> str:
-    """Return the name of this cluster, as in SLURM_CLUSTER_NAME inside a job; ``slurm`` if it is unknown."""
+def read_cluster_name() -> str:
+    """Return the name of this cluster from scontrol, as in SLURM_CLUSTER_NAME inside a job; "slurm" if unknown."""
     match = re.search(r"^ClusterName\s*=\s*(\S+)", _query_or_empty("scontrol", "show", "config"), re.MULTILINE)
     return match[1] if match else "slurm"
 
 
-def cancel(job_id: str) -> None:
-    """Cancel a waiting or running job; raise ConfigError with Slurm's error if that fails."""
+def cancel_job(job_id: str) -> None:
+    """Cancel a waiting or running job with scancel; raise ConfigError with Slurm's message if that fails."""
     fix = "inspect the job with squeue on the login node"
     with translate(SlurmError, lambda error: config_error("scancel", str(error), fix)):
-        _run("scancel", job_id)
+        _run_command("scancel", job_id)
 
 
 def submit(script: Path) -> int:
-    """Submit a batch script from the working folder, and return the job id.
+    """Submit a batch script with sbatch from the working folder, and return the job id.
 
     Raise ConfigError if sbatch fails or is not installed, and MaybeSubmitted if it does not answer or prints no id.
     """
@@ -239,7 +256,7 @@ def submit(script: Path) -> int:
         return MaybeSubmitted(Problem("sbatch", str(error), fix))
 
     with translate(SlurmError, to_config_error):
-        printed = _run("sbatch", "--parsable", str(script), seconds=_SBATCH_SECONDS)
+        printed = _run_command("sbatch", "--parsable", str(script), seconds=_SBATCH_SECONDS)
         job = re.search(r"^(\d+)(;\S+)?$", printed, re.MULTILINE)  # some sites print additional lines
         if job is None:
             raise SlurmError(f"prints no job id ('{' '.join(printed.split())}')")
@@ -249,7 +266,8 @@ def submit(script: Path) -> int:
 class Walltime:
     """Decide when to stop a run before the time limit, even if Slurm's signal comes too late or not at all.
 
-    The run stops ``lead`` seconds before the limit: twice its longest phase plus its longest save, plus half a minute.
+    The run stops ``lead`` seconds before the limit: twice its longest phase (sampling, scoring, weight sync, update or
+    evaluation), plus its longest save, plus half a minute.
     ``end_time`` returns the end of the job in seconds since the epoch, or None for a job without a time limit.
     ``signal_lead`` is the number of seconds between Slurm's signal and the limit.
     """
@@ -260,7 +278,7 @@ class Walltime:
         self._end = end_time()
         self._longest = 0.0
         self._save = 0.0
-        self._noted = False
+        self._has_warned = False
 
     @property
     def lead(self) -> float:
@@ -272,18 +290,24 @@ class Walltime:
         self._longest = max(self._longest, *(float(row.get(phase) or 0.0) for phase in _PHASES))
         self._save = max(self._save, float(row.get("seconds/save") or 0.0))
 
-    def note(self) -> str | None:
-        """Return a note, only once, if phases are too long for the lead of Slurm's signal."""
-        if self._noted or self._end is None or self.lead <= self._signal_lead:
+    def take_warning(self) -> str | None:
+        """Return a warning if Slurm's signal may come too late, because ``lead`` is longer than the signal's lead.
+
+        Return None otherwise, without a time limit, and after the first warning.
+        """
+        if self._has_warned or self._end is None or self.lead <= self._signal_lead:
             return None
-        self._noted = True
+        self._has_warned = True
         return (
             f"note: phases take up to {self._longest:.0f} s, so the signal {self._signal_lead:.0f} s before the time "
             f"limit may come too late; the launcher stops the run {self.lead:.0f} s before the limit"
         )
 
-    def due(self, now: float | None = None) -> str | None:
-        """Return the reason if the run must stop at ``now`` (seconds since the epoch), otherwise None."""
+    def find_stop_reason(self, now: float | None = None) -> str | None:
+        """Return a text with the seconds to the time limit if the run must stop at ``now``, otherwise None.
+
+        ``now`` is in seconds since the epoch. The limit is read again first, because it may have been raised.
+        """
         now = time.time() if now is None else now
         if self._end is not None and now >= self._end - self.lead:
             self._end = self._end_time()  # the limit may have been raised since
@@ -292,17 +316,21 @@ class Walltime:
         return f"the job's time limit comes in {max(0.0, self._end - now):.0f} s"
 
 
-def signal_lead(environment: Mapping[str, str]) -> float:
-    """Return the seconds between Slurm's signal and the time limit, which the batch script sets in a variable.
+def read_signal_lead(environment: Mapping[str, str]) -> float:
+    """Read from GRPO_SIGNAL_LEAD how many seconds before the time limit Slurm sends its signal.
 
-    Return 300, as in the header of training.sh, if ``GRPO_SIGNAL_LEAD`` is not set or is not a whole number.
+    The batch script sets this variable. Return 300, as in the header of training.sh, if it is not a whole number.
     """
     seconds = environment.get(SIGNAL_LEAD, "")
     return float(seconds) if seconds.isdecimal() else _SIGNAL_LEAD_SECONDS
 
 
-def job_end_time(environment: Mapping[str, str]) -> float | None:
-    """Return the end of our job in seconds since the epoch: from the controller, otherwise SLURM_JOB_END_TIME."""
+def read_job_end_time(environment: Mapping[str, str]) -> float | None:
+    """Return the end of the job that this process runs in, in seconds since the epoch; None if it is unknown.
+
+    The source is scontrol, or SLURM_JOB_END_TIME if scontrol does not answer. Return None outside a job, and for a job
+    without a time limit.
+    """
     job_id = environment.get("SLURM_JOB_ID")
     if not job_id:
         return None
@@ -315,8 +343,8 @@ def job_end_time(environment: Mapping[str, str]) -> float | None:
     return float(variable) if variable.isdigit() and not output else None
 
 
-def walltime_seconds(text: str) -> int | None:
-    """Return the seconds of a time limit in Slurm's format; None if the text is not a time limit."""
+def parse_walltime(text: str) -> int | None:
+    """Convert a time limit in Slurm's format, such as 3-0 or 72:00:00, to seconds; None if the text is not one."""
     if not _TIME.fullmatch(text):
         return None
     days, dash, clock = text.rpartition("-")

@@ -1,7 +1,7 @@
 """Site profiles: a YAML file that describes a site's Slurm and nodes, and the batch script rendered from it.
 
 profile = read_profile(Path("slurm/profiles/generic.yaml")).with_values({"gpus": "2"})
-script = render(profile, "my-run", ["grpo", "launch", "recipe.yaml"], {})
+script = render_script(profile, "my-run", ["grpo", "launch", "recipe.yaml"], {})
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.recipe.document import Value, convert_value, read_document
 from grpo_recipes.recipe.keys import SIGNAL_LEAD, SRUN_OPTIONS, nearest_of
 from grpo_recipes.secrets import secret_name, secret_value
-from grpo_recipes.slurm.client import walltime_seconds
+from grpo_recipes.slurm.client import parse_walltime
 
 GPU_FLAG_STYLES = ("none", "gpus", "gres")
 # Module and conda code reads unset variables and ignores failures, so the script sets neither -u nor -e.
@@ -31,7 +31,7 @@ _PATHS = ("run_root", "cache_root", "env_dir", "env_activate", "conda_sh")  # ke
 
 
 def _option(kind: str, default: Any, help_text: str, **limits: Any) -> Any:
-    """Return a dataclass field for a key of the profile, with the same metadata as a recipe key."""
+    """Return a dataclass field for a key of the profile; its metadata has type, default, help and limits for checks."""
     metadata = {"type": kind, "optional": default is None, "help": help_text, **limits}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
@@ -77,9 +77,12 @@ class Profile:
     environment: dict[str, str] = _option("dict", {}, "further variables of the job")
 
     def with_values(self, texts: Mapping[str, str], source: str = "") -> Profile:
-        """Return the profile with values parsed from ``texts``; errors name ``source``, by default ``--KEY``."""
+        """Return a copy of the profile with other values for some keys: ``texts`` maps keys to values as text.
+
+        Raise ConfigError for an unknown key or an invalid value. Its message names ``source``, by default ``--KEY``.
+        """
         values = [(key, Value(text, source or f"--{key}", from_text=True)) for key, text in texts.items()]
-        return dataclasses.replace(self, **_checked(values, []))
+        return dataclasses.replace(self, **_convert_values(values, []))
 
 
 # Keys of a profile with their metadata, in the format of the catalogue of recipe keys.
@@ -87,10 +90,13 @@ KEYS: dict[str, Mapping[str, Any]] = {key.name: key.metadata for key in dataclas
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile and its ``base``, as for recipes; raise one ConfigError with all problems and their lines."""
+    """Read a profile from a YAML file and the file that its key ``base`` names.
+
+    Raise one ConfigError with all problems and their lines.
+    """
     problems: list[Problem] = []
     raw_values = [item for layer in read_document(path, problems) for item in layer.items()]
-    values, sources = _checked(raw_values, problems), {key: raw.source for key, raw in raw_values}
+    values, sources = _convert_values(raw_values, problems), {key: raw.source for key, raw in raw_values}
     environments = [key for key in ("env_dir", "env_activate", "conda_env") if values.get(key)]
     if len(environments) > 1:
         conflict = f"{' and '.join(environments)} can't be combined"
@@ -100,8 +106,11 @@ def read_profile(path: Path) -> Profile:
     return Profile(path.stem, **values)
 
 
-def _checked(raw_values: Iterable[tuple[str, Value]], problems: list[Problem]) -> dict[str, Any]:
-    """Return typed values, the last for each key; raise ConfigError with ``problems`` and new ones if there are any."""
+def _convert_values(raw_values: Iterable[tuple[str, Value]], problems: list[Problem]) -> dict[str, Any]:
+    """Check the values of a profile and convert them to their types: key -> value; the last value of a key wins.
+
+    ~ in paths is expanded. Raise ConfigError with ``problems`` and all new problems if there are any.
+    """
     values: dict[str, Any] = {}
     for key, raw in raw_values:
         if key not in KEYS:
@@ -110,7 +119,7 @@ def _checked(raw_values: Iterable[tuple[str, Value]], problems: list[Problem]) -
             problems.append(Problem(raw.source, f"unknown profile key '{key}'", fix))
             continue
         values[key], type_problems = convert_value(key, KEYS[key], raw)
-        problems += type_problems or _problems(key, values[key], raw)
+        problems += type_problems or _find_problems(key, values[key], raw)
         if key in _PATHS and values[key]:
             values[key] = os.path.expanduser(values[key])
     if problems:
@@ -120,8 +129,12 @@ def _checked(raw_values: Iterable[tuple[str, Value]], problems: list[Problem]) -
     return values
 
 
-def _problems(key: str, value: Any, raw: Value) -> Iterator[Problem]:
-    """Yield the first problem of each text in a value that has the right type."""
+def _find_problems(key: str, value: Any, raw: Value) -> Iterator[Problem]:
+    """Yield the problems of a value that has the right type, at most one for each text in it.
+
+    Problems are secrets, line breaks, variables in paths, time limits in a wrong format, invalid variable names, and
+    options without a dash.
+    """
     if isinstance(value, dict):
         for name, text in value.items():
             source = raw.lines.get(("environment", name), raw.source)
@@ -142,14 +155,14 @@ def _problems(key: str, value: Any, raw: Value) -> Iterator[Problem]:
             yield Problem(
                 raw.source, f"variables in '{key}' are not expanded", "use the full path; ~ is your home folder"
             )
-        elif key == "time" and not walltime_seconds(text):
+        elif key == "time" and not parse_walltime(text):
             fix = "use hours:minutes:seconds, e.g. 72:00:00, or days-hours, e.g. 3-0"
             yield Problem(raw.source, f"'{text}' is not a time limit in Slurm's format", fix)
         elif key in ("sbatch_options", "srun_options") and text[:1] != "-":
             yield Problem(raw.source, f"'{text}' is not an option", "use --name=value")
 
 
-def render(
+def render_script(
     profile: Profile,
     job_name: str,
     command: list[str],
@@ -158,7 +171,7 @@ def render(
     array: str | None = None,
     log: str = "%j",
 ) -> str:
-    """Return the text of a batch script; ``bash -n`` and shellcheck accept it.
+    """Return the text of a batch script with #SBATCH lines, the site's environment, exports and ``command``.
 
     At its end the script executes ``command`` with the variables of the profile and of ``environment``. It runs in the
     absolute folder ``chdir``, by default in the folder of the submission. ``array`` contains the indices of an array
@@ -178,8 +191,10 @@ def render(
         "--open-mode": "append", "--signal": f"B:USR1@{profile.signal_lead}", "--requeue": True,
         "--chdir": chdir, "--array": array,
     }  # fmt: skip
-    header = [_word(name if value is True else f"{name}={value}") for name, value in options.items() if value]
-    header += [line if {*line} & {*"'\""} else _word(line) for line in profile.sbatch_options]
+    header = [
+        _quote_option_value(name if value is True else f"{name}={value}") for name, value in options.items() if value
+    ]
+    header += [line if {*line} & {*"'\""} else _quote_option_value(line) for line in profile.sbatch_options]
     variables = {
         SIGNAL_LEAD: str(profile.signal_lead),
         **profile.environment,
@@ -206,8 +221,8 @@ def render(
     return "\n".join(lines) + "\n"
 
 
-def _word(line: str) -> str:
-    """Quote the value of an option for a ``#SBATCH`` line if it contains spaces, quotes, backslashes or ``#``."""
+def _quote_option_value(line: str) -> str:
+    """Return an option for a ``#SBATCH`` line, with its value in quotes if it contains spaces, quotes, \\ or ``#``."""
     name, equals, text = line.partition("=")
     if not re.search(r"[\s'\"\\#]", text):
         return line
@@ -216,7 +231,10 @@ def _word(line: str) -> str:
 
 
 def _environment_lines(profile: Profile) -> list[str]:
-    """Return lines that load the modules and the environment (by default the current environment), or fail."""
+    """Return the lines of bash that load the profile's modules and activate its Python environment.
+
+    The script ends with an error if a line fails. Without an environment in the profile, the current one is used.
+    """
     lines = ["# shellcheck disable=SC1091", _FIND_MODULES] if profile.modules else []
     for name in map(shlex.quote, profile.modules):
         lines.append(f"module load {name} || fail module load {name} failed")

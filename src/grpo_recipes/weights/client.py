@@ -424,7 +424,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         if (regex := sampling.pop("structured_outputs_regex", None)) is not None:
             sampling.setdefault("structured_outputs", {"regex": regex})
         request = {"model": self.model, "prompt": prompt, "n": n, **_TRL_SAMPLING, **sampling}
-        self._adapter.allow(MAX_BYTES + BYTES_PER_TOKEN * n * request["max_tokens"])
+        self._adapter.raise_size_limit(MAX_BYTES + BYTES_PER_TOKEN * n * request["max_tokens"])
         answer = self.session.post(f"{self.base_url}{COMPLETIONS_PATH}", json=request)
         if answer.status_code != 200:
             raise self._make_rejected_error(COMPLETIONS_PATH, answer)

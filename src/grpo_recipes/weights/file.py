@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from grpo_recipes.process.reports import gigabytes
+from grpo_recipes.process.reports import format_bytes
 from grpo_recipes.server.plugin import SYNC
 from grpo_recipes.weights.client import BridgeClient, Metadata, NamedTensors
 
@@ -58,7 +58,7 @@ def write_weights(folder: Path, metadata: Metadata, named_params: NamedTensors, 
         file.replace(temporary)
     reused = temporary.stat().st_size if temporary.exists() else 0
     if size > (free := shutil.disk_usage(folder).free + reused):
-        problem = f"{gigabytes(size)} of weights do not fit into {folder}, {gigabytes(free)} free"
+        problem = f"{format_bytes(size)} of weights do not fit into {folder}, {format_bytes(free)} free"
         fix = "free space there, or make it larger"
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {problem}. Fix: {fix}")
     text = json.dumps({**header, "__metadata__": {"format": "pt", SYNC: str(sync)}}).encode()

@@ -62,7 +62,7 @@ class ServerAdapter(BoundedAdapter):
         Raise ServerLost if no answer comes or the engine is dead, and ServerLate at the deadline. Raise BadAnswer if a
         running server closes the connection, redirects, or sends an answer that is too large.
         """
-        limit, path = self.limit_of(kwargs.get("timeout")), request.path_url
+        limit, path = self.compute_time_limit(kwargs.get("timeout")), request.path_url
 
         def failure(error: BaseException) -> ServerError:
             connected = not isinstance(error, requests.ConnectTimeout)

@@ -14,7 +14,7 @@ from grpo_recipes.console.doctor import DEEP, MACHINE, RECIPE, RUN
 from grpo_recipes.console.doctor.examine import NoAnswer, examine, format_findings, get_check_name
 from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.paths import home, nearest_existing_folder
-from grpo_recipes.process.reports import gigabytes
+from grpo_recipes.process.reports import format_bytes
 from grpo_recipes.runs.endings import OK, PROBLEM, WARNING, Finding, combine_findings, ok, problem, warning
 
 sys.path.insert(0, str(home() / "scripts"))
@@ -148,4 +148,4 @@ def test_folders_of_a_run(machine, read, tmp_path: Path):
 
 @pytest.mark.parametrize(("number", "text"), [(999, "1 kB"), (1.5e6, "1.5 MB"), (20e9, "20.0 GB"), (3e12, "3.0 TB")])
 def test_bytes_for_a_person(number, text):
-    assert gigabytes(number) == text
+    assert format_bytes(number) == text

@@ -11,7 +11,7 @@ from grpo_recipes.console.doctor import recipes
 from grpo_recipes.console.doctor.recipes import Case
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.plan.devices import environment_device
-from grpo_recipes.process.reports import gigabytes
+from grpo_recipes.process.reports import format_bytes
 
 MEGABYTE = 10**6
 
@@ -85,7 +85,7 @@ def test_a_gated_model_wants_a_token(case):
 
 def test_space_for_the_checkpoints_is_that_of_the_plan(case, local):
     small = case(model_name_or_path=local(1), save_total_limit=2)
-    finding, total = recipes.space(small), gigabytes(small.estimates.disk.total)
+    finding, total = recipes.space(small), format_bytes(small.estimates.disk.total)
     assert finding.status == "ok" and finding.value.startswith(f"about {total} for 3 checkpoints and the model, ")
     unlimited = recipes.space(case(model_name_or_path=local(1), save_total_limit=None))
     assert unlimited.status == "warning" and "save_total_limit: 2" in unlimited.fix

@@ -19,7 +19,7 @@ from grpo_recipes.launch import submission
 from grpo_recipes.plan.ports import port_keys
 from grpo_recipes.recipe import read_frozen
 from grpo_recipes.runs.rundir import Run, lock_run, read_json, write_json
-from grpo_recipes.slurm.client import tasks_in_queue
+from grpo_recipes.slurm.client import find_queued_tasks
 
 TWO = ("seed=1..2",)
 MEASURED = {"seconds/update": 0.25, "seconds/sync": 0.0312, "syncs": 1, "memory/peak_gb": 0.945}
@@ -242,11 +242,11 @@ def test_the_queue_is_asked_for_the_jobs_of_the_sweep(folder, monkeypatch, answe
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     if expected is None:
         with pytest.raises(ConfigError, match="Unable to contact"):
-            tasks_in_queue([7, 8])
+            find_queued_tasks([7, 8])
     else:
-        assert tasks_in_queue([7, 8]) == expected
+        assert find_queued_tasks([7, 8]) == expected
     assert "--jobs=7,8" in (folder / "asked").read_text()
-    assert tasks_in_queue([]) == set()
+    assert find_queued_tasks([]) == set()
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_again_it_submits_what_is_missing(sweep, read_sweeps, fake_sbatch, fake_
         fake_launches.codes[saved_sweep.names[index]] = int(code)
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(index))
         assert cli.main(["sweep", "--cell", str(saved_sweep.folder)]) == int(code)
-    monkeypatch.setattr("grpo_recipes.console.sweep.run.tasks_in_queue", lambda jobs: {3} if jobs == [41] else set())
+    monkeypatch.setattr("grpo_recipes.console.sweep.run.find_queued_tasks", lambda jobs: {3} if jobs == [41] else set())
     capsys.readouterr()
     assert sweep(*command) == 0
     assert "#SBATCH --array=1-2\n" in fake_sbatch[1]

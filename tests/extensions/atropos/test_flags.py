@@ -47,8 +47,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def make(gpus: int | None, job: bool = False) -> None:
         names = tuple(map(str, range(gpus or 0)))
-        slurm_job = SlurmJob(7, "slurm", 1, None) if job else None
-        resources = Resources("cpu" if gpus is None else "cuda", names, 8, slurm_job, ())
+        read_slurm_job = SlurmJob(7, "slurm", 1, None) if job else None
+        resources = Resources("cpu" if gpus is None else "cuda", names, 8, read_slurm_job, ())
         monkeypatch.setattr(atropos, "find_resources", lambda _: resources)
 
     make(4)

@@ -34,7 +34,7 @@ from grpo_recipes.recipe.keys import READ_VARIABLES, catalogue_trl, environment_
 from grpo_recipes.recipe.rules import starts_server
 from grpo_recipes.runs.code_version import read_code_state
 from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, combine_findings, ok, problem, warning
-from grpo_recipes.slurm.client import slurm_job
+from grpo_recipes.slurm.client import read_slurm_job
 
 RECORD = "grpo-environment.json"
 _SETUP = "run make setup"
@@ -349,7 +349,7 @@ def ports(machine: Machine) -> Finding:
     """
     recipe = machine.recipe
     if recipe is not None:
-        numbers = plan_ports(recipe, slurm_job(machine.environment)).by_key(starts_server(recipe))
+        numbers = plan_ports(recipe, read_slurm_job(machine.environment)).by_key(starts_server(recipe))
         return combine_findings(_check_port(key, port, recipe.is_set(key)) for key, port in numbers.items())
     if machine.in_job:
         return ok("a separate block of ports for the job")

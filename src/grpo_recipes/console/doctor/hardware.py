@@ -19,10 +19,10 @@ from grpo_recipes.errors import translate
 from grpo_recipes.paths import cache_root, display_path, home, nearest_existing_folder
 from grpo_recipes.plan import preflight
 from grpo_recipes.plan.devices import select_gpus
-from grpo_recipes.process.reports import gigabytes
-from grpo_recipes.process.scratch import SHARED_MEMORY, is_held, names_in_use, size_of
+from grpo_recipes.process.reports import format_bytes
+from grpo_recipes.process.scratch import SHARED_MEMORY, find_used_names, is_owner_alive, measure_folder
 from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, combine_findings, ok, problem, warning
-from grpo_recipes.slurm.client import walltime_seconds
+from grpo_recipes.slurm.client import parse_walltime
 
 _GPU_FIELDS = ("index", "uuid", "name", "driver_version", "memory.total", "memory.used")
 _NODE_FIELDS = ("partition", "time limit", "nodes", "gres", "state", "names")
@@ -125,9 +125,9 @@ def slurm(machine: Machine) -> Finding:
     up = f"{number} node{'s' * (number != 1)} up" + (f", lost: {', '.join(names.values())}" if lost else "")
     findings.append(apply_first_rule(up, (lost and not usable, PROBLEM, "sinfo -R gives the reason; ask the admins")))
     header = re.search(r"^#SBATCH --time=(\S+)", (home() / "training.sh").read_text(), re.MULTILINE)
-    longest = (walltime_seconds(header[1]) if header else None) or 0.0
+    longest = (parse_walltime(header[1]) if header else None) or 0.0
     for name, limit in {row["partition"]: row["time limit"] for row in (usable_rows if gpu_types else rows)}.items():
-        if (walltime_seconds(limit) or math.inf) < longest:  # a job that requests more stays pending
+        if (parse_walltime(limit) or math.inf) < longest:  # a job that requests more stays pending
             fix = f"submit there with sbatch --time={limit} training.sh, and continue the run with --resume"
             findings.append(warning(f"partition {name} has the limit {limit}, less than the time in training.sh", fix))
     finding = combine_findings(findings)  # show the nodes next to warnings too
@@ -158,7 +158,9 @@ def disk(machine: Machine) -> Finding:
             shutil.disk_usage(machine.home).free,
             "free space; ~/.cache is often the largest (du -sh ~/.cache/*)",
         )
-        findings.append(apply_first_rule(f"HOME {machine.home}: {gigabytes(free)} free", (free < _FULL, WARNING, fix)))
+        findings.append(
+            apply_first_rule(f"HOME {machine.home}: {format_bytes(free)} free", (free < _FULL, WARNING, fix))
+        )
     return combine_findings(findings)
 
 
@@ -172,7 +174,7 @@ def _check_space(name: str, path: Path) -> Finding:
     if not os.access(folder, os.W_OK):
         return problem(f"{name}: {display_path(folder)} is not writable", f"set {name} to a writable folder")
     free = shutil.disk_usage(folder).free
-    value = f"{name} {display_path(path)}: {gigabytes(free)} free"
+    value = f"{name} {display_path(path)}: {format_bytes(free)} free"
     larger = f"free space there, or set {name} to a larger file system"
     return apply_first_rule(value, (free < _FULL, PROBLEM, larger), (free < _LITTLE_SPACE, WARNING, larger))
 
@@ -190,7 +192,7 @@ def shared_memory(machine: Machine) -> Finding:
     size, _, free = shutil.disk_usage(SHARED_MEMORY)
     larger = "start the container with docker run --shm-size=16g, or apptainer --bind /dev/shm"
     empty = "remove leftovers (see the check leftovers), or stop processes that use it"
-    value = f"{gigabytes(free)} free of {gigabytes(size)}"
+    value = f"{format_bytes(free)} free of {format_bytes(size)}"
     return apply_first_rule(value, (size < _LITTLE_SHARED, WARNING, larger), (free < _LITTLE_SHARED, WARNING, empty))
 
 
@@ -207,9 +209,9 @@ def leftovers(machine: Machine) -> Finding:
             state = path.lstat()
             if state.st_uid == os.getuid() and time.time() - state.st_mtime > _NEW_SECONDS:
                 folders.append(path)
-    alive = names_in_use(path.name for path in folders)
-    dead = [path for path in folders if path.name not in alive and not is_held(path)]
-    value = f"{len(dead)} of dead runs, {gigabytes(sum(size_of(path) for path in dead))}" if dead else "none"
+    alive = find_used_names(path.name for path in folders)
+    dead = [path for path in folders if path.name not in alive and not is_owner_alive(path)]
+    value = f"{len(dead)} of dead runs, {format_bytes(sum(measure_folder(path) for path in dead))}" if dead else "none"
     return apply_first_rule(value, (dead, WARNING, f"remove them: rm -r {shlex.join(map(str, dead))}"))
 
 
@@ -285,8 +287,8 @@ def cores_and_memory(machine: Machine) -> Finding:
         preflight.free_memory(),
         preflight.cgroup_memory(),
     )
-    total = f"{gigabytes(free)} of memory free of {gigabytes(psutil.virtual_memory().total)}"
-    total += f", limited to {gigabytes(limit)} here" if limit < math.inf else ""
+    total = f"{format_bytes(free)} of memory free of {format_bytes(psutil.virtual_memory().total)}"
+    total += f", limited to {format_bytes(limit)} here" if limit < math.inf else ""
     share = "request more (sbatch --cpus-per-task=8): server and trainer share one core"
     more_memory = "request more (sbatch --mem=64G), or stop processes that use it"
     cores = apply_first_rule(f"{usable:g} of {os.cpu_count() or 1} cores", (usable < 2, WARNING, share))

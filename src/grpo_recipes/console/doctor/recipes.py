@@ -18,7 +18,7 @@ from grpo_recipes.plan.estimates import Estimates, estimate
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.preflight import free_memory
 from grpo_recipes.plan.types import Plan
-from grpo_recipes.process.reports import gigabytes
+from grpo_recipes.process.reports import format_bytes
 from grpo_recipes.process.scratch import SHARED_MEMORY
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, combine_findings, ok, problem, warning
@@ -98,15 +98,15 @@ def space(case: Case) -> Finding:
     disk = case.estimates.disk
     if disk is None:
         return ok(f"not estimated: {case.estimates.unknown}")
-    free_space = gigabytes(disk.available or 0)
-    needed = f"about {gigabytes(disk.total)} for {disk.checkpoints_text} and the model, {free_space} free"
+    free_space = format_bytes(disk.available or 0)
+    needed = f"about {format_bytes(disk.total)} for {disk.checkpoints_text} and the model, {free_space} free"
     full = f"free disk space, or set {disk.fix}"
     no_limit = "set save_total_limit: 2; without it, every save_steps adds a checkpoint"
     findings = [apply_first_rule(needed, (not disk.fits, PROBLEM, full), (disk.checkpoints is None, WARNING, no_limit))]
     if case.plan.bridge in ("file", "restart"):
         folder = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else case.temporary
         free = shutil.disk_usage(folder).free
-        sync_size = f"{gigabytes(disk.parts['model'])} per sync, {gigabytes(free)} free in {folder}"
+        sync_size = f"{format_bytes(disk.parts['model'])} per sync, {format_bytes(free)} free in {folder}"
         larger = f"make {folder} larger (docker run --shm-size), or free space there"
         findings.append(apply_first_rule(sync_size, (disk.parts["model"] > free, PROBLEM, larger)))
     return combine_findings(findings)
@@ -128,5 +128,5 @@ def training_memory(case: Case) -> Finding:
     needed, free = sum(need.total * processes[role] for role, need in needs.items()), free_memory()
     fix = "request more (sbatch --mem), or use a smaller model"
     return apply_first_rule(
-        f"about {gigabytes(needed)}, {gigabytes(free)} of memory free", (needed > free, PROBLEM, fix)
+        f"about {format_bytes(needed)}, {format_bytes(free)} of memory free", (needed > free, PROBLEM, fix)
     )

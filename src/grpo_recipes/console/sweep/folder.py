@@ -34,7 +34,7 @@ from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names
-from grpo_recipes.process.reports import aligned
+from grpo_recipes.process.reports import align_columns
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.runs.benchmark import compute_numbers
@@ -283,14 +283,14 @@ def format_table(sweep: Sweep, results: Sequence[Result]) -> str:
             steps = f"{outcome.steps:,.0f}"
         cells = (*(result.values[key] for key in keys), result.status, steps, rewards, evaluation)
         rows.append((*cells, *(_format_measures(result.run) if measures else ())))
-    lines = [*aligned(rows), *([_MEASURES_NOTE] if measures else [])]
+    lines = [*align_columns(rows), *([_MEASURES_NOTE] if measures else [])]
     if SEED in keys:
         groups = group_results(sweep, results)
         means = [
             (group.label, *(spread_text(values, limits=group.limits) for values in (group.finals, group.evaluations)))
             for group in groups
         ]
-        lines += ["", *aligned([("mean of", "reward", "evaluation"), *means])]
+        lines += ["", *align_columns([("mean of", "reward", "evaluation"), *means])]
         lines += (
             [make_comparison_headline(groups, ranked="rewards" not in find_differing_facts(groups))] if groups else []
         )

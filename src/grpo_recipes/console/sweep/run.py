@@ -34,8 +34,8 @@ from grpo_recipes.recipe.rules import removal, uses_external_server
 from grpo_recipes.runs.code_version import read_code_state
 from grpo_recipes.runs.groups import COMPLETED, GONE
 from grpo_recipes.runs.rundir import Run, lock_run, read_json, stop_file, write_json
-from grpo_recipes.slurm.client import MaybeSubmitted, cluster_name, tasks_in_queue
-from grpo_recipes.slurm.profile import Profile, render
+from grpo_recipes.slurm.client import MaybeSubmitted, find_queued_tasks, read_cluster_name
+from grpo_recipes.slurm.profile import Profile, render_script
 
 INDEX = "SLURM_ARRAY_TASK_ID"
 _POLL_SECONDS = 0.5  # between two checks of a launch and of a stop request
@@ -232,7 +232,7 @@ def _run_unfinished_trials(
     """
     with os.fdopen(lock_run(Run(sweep.folder))):
         stop_file(sweep.folder).unlink(missing_ok=True)
-        gaps, queued = sweep.find_unfinished_trials(), tasks_in_queue(sweep.record["jobs"])
+        gaps, queued = sweep.find_unfinished_trials(), find_queued_tasks(sweep.record["jobs"])
         if proposals:  # they wait for runs that are still saving
             pending = gaps
         else:
@@ -290,11 +290,11 @@ def submit_array(
     name, array = profile.job_name or str(sweep.record["name"]), format_array_indices(indices, max_parallel)
     command = ["grpo", "sweep", "--cell", str(sweep.folder)]
     variables = submission.frozen_environment(sweep.trial_dir(indices[0]), environment)
-    script = render(profile, name, command, variables, Path.cwd(), array, log="%A_%a")
+    script = render_script(profile, name, command, variables, Path.cwd(), array, log="%A_%a")
     job = submission.submit_script(sweep.folder, script)
     sweep.record["jobs"].append(job)
     write_json(sweep.folder / sweeps.RECORD, sweep.record)
-    cluster = cluster_name()
+    cluster = read_cluster_name()
     for index in indices:
         recipe = read_frozen(sweep.trial_dir(index) / "recipe.yaml")
         note_job(sweep.trial_dir(index), recipe, f"{cluster}-{job}_{index}")

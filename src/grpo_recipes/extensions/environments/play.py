@@ -13,7 +13,7 @@ from grpo_recipes.extensions.environments.recipe import environments_of, model_o
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.paths import display_path
 from grpo_recipes.plan.commands import hub_environment
-from grpo_recipes.process.terminal import readable
+from grpo_recipes.process.terminal import strip_control_codes
 from grpo_recipes.recipe.sources import source_of
 from grpo_recipes.rollouts.turns import Turn
 from grpo_recipes.secrets import masked
@@ -105,4 +105,4 @@ class _Table:
 
 def _print(text: str) -> None:
     """Print a text with secrets masked and control characters made visible."""
-    print(readable(masked(text)), flush=True)
+    print(strip_control_codes(masked(text)), flush=True)
