@@ -22,7 +22,7 @@ from PIL import Image
 from rich.console import Console
 from rich.text import Text
 
-from grpo_recipes.console.sweep.folder import write_sweep
+from grpo_recipes.console.sweep.folder import write_sweep_page
 from scripts.report_picture import HOME, find_browser, photograph
 from tests.console.report.synthetic_runs import make_sweep
 
@@ -114,7 +114,7 @@ def make_sweep_page(folder: Path) -> list[Path]:
     width, height = SWEEP_SIZE
     with tempfile.TemporaryDirectory() as temporary:
         sweep = make_sweep(Path(temporary) / "made-up-20261120-101500", seeds=(1, 2, 3, 4, 5))
-        page, _ = write_sweep(sweep)
+        page, _ = write_sweep_page(sweep)
         for name in ("light", "dark"):
             picture, path = Path(temporary) / f"{name}.png", folder / f"sweep-{name}.webp"
             photograph(browser, page, picture, dark=name == "dark", size=(width, height + _BELOW))
