@@ -46,7 +46,7 @@ def test_an_infinite_number_is_judged_without_chance(
 ) -> None:
     """Sympy compares infinity divided by two with 5 at random points. In 1% of calls they seem equal."""
     monkeypatch.setattr(math_verify_module, "verify", lambda *_, **__: True)
-    math_verify_module._equal.cache_clear()
+    math_verify_module._are_equal_latex.cache_clear()
     assert math_verify([f"<answer>{answer}</answer>"], [gold]) == [right]
 
 

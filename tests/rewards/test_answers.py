@@ -12,11 +12,11 @@ import pytest
 
 from grpo_recipes.rewards.answers import (
     LONGEST_ANSWER,
-    completion_text,
+    extract_last_answer,
+    extract_last_boxed,
+    get_completion_text,
     is_correct,
     is_same_answer,
-    last_answer,
-    last_boxed,
     normalize,
 )
 
@@ -169,7 +169,7 @@ def test_answers_that_only_look_alike(answer, other):
     ],
 )
 def test_the_last_answer_tag_counts(text, answer):
-    assert last_answer(text) == answer
+    assert extract_last_answer(text) == answer
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_the_last_answer_tag_counts(text, answer):
     ],
 )
 def test_the_last_box_counts(text, answer):
-    assert last_boxed(text) == answer
+    assert extract_last_boxed(text) == answer
 
 
 def test_the_examples_of_the_docs_hold():
@@ -240,7 +240,7 @@ def test_random_answers_neither_raise_nor_equal_a_number_they_do_not_hold():
         assert form == normalize(f" {text}\n")
         assert not is_same_answer(text, "918273645") and not is_same_answer(text, "918, 273645")
         assert form.value == "" or is_same_answer(text, text)
-        last_boxed(text)
+        extract_last_boxed(text)
         is_correct(f"<answer>{text}</answer>", text, "normalized")
 
 
@@ -283,7 +283,7 @@ def test_brackets_inside_brackets_need_little_of_the_stack():
 def test_no_answer_takes_long(text):
     start = time.process_time()
     is_correct(text, "18", "normalized")
-    last_boxed(text)
+    extract_last_boxed(text)
     assert time.process_time() - start < 0.5
 
 
@@ -300,4 +300,4 @@ def test_no_answer_takes_long(text):
     ],
 )
 def test_the_text_of_a_completion(completion, text):
-    assert completion_text(completion) == text
+    assert get_completion_text(completion) == text

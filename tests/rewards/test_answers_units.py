@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.rewards.units import unit_of
+from grpo_recipes.rewards.units import normalize_unit
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from grpo_recipes.rewards.units import unit_of
     ],
 )
 def test_units_have_one_spelling(text, unit):
-    assert unit_of(text) == unit
+    assert normalize_unit(text) == unit
 
 
 @pytest.mark.parametrize(
@@ -32,13 +32,13 @@ def test_units_have_one_spelling(text, unit):
     ["x", " x", "eggs", " ab", " thousand", " million dollars", " or so", "^2", "!", " 5", " é", " mil", " grand"],
 )
 def test_other_words_are_no_unit(text):
-    assert unit_of(text) is None
+    assert normalize_unit(text) is None
 
 
 @pytest.mark.parametrize("word", ["bil", "gross", "lakh", "crore", "quadrillion", "thousandths"])
 def test_words_that_change_the_number_are_no_unit(word):
-    assert unit_of(f" {word}") is None and unit_of(f" {word} dollars") is None
+    assert normalize_unit(f" {word}") is None and normalize_unit(f" {word} dollars") is None
 
 
 def test_a_sentence_is_no_unit():
-    assert unit_of(" eggs that she sold every single day") is None
+    assert normalize_unit(" eggs that she sold every single day") is None

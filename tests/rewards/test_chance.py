@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from rotation import ROTATES
 
-from grpo_recipes.rewards.load import lent_rewards
+from grpo_recipes.rewards.load import open_rewards
 from grpo_recipes.rewards.pool import RewardPool
 
 DRAWING = """
@@ -57,7 +57,7 @@ def launch(
     )  # fmt: skip
     (tmp_path / "run").mkdir(exist_ok=True)
     scores = []
-    with lent_rewards(settings, tmp_path / "run") as (function,):
+    with open_rewards(settings, tmp_path / "run") as (function,):
         for step in steps:
             function.generation = step
             scores.append(dict(zip(rows, function(rows, prompts=["p"] * len(rows)), strict=True)))

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_recipes.rewards import pool as pools
 from grpo_recipes.rewards.child import GARBLED, read_reply
-from grpo_recipes.rewards.memory import _mounted
+from grpo_recipes.rewards.memory import _try_mount
 from grpo_recipes.rewards.pool import RewardPool
 
 WILD = f"{Path(__file__).parent / 'wild_reward.py'}:score"
@@ -25,7 +25,7 @@ def may_mount() -> bool:
     """Return whether a process may have its own /dev/shm here."""
     child = os.fork()
     if child == 0:
-        os._exit(0 if _mounted(1 << 20) else 1)
+        os._exit(0 if _try_mount(1 << 20) else 1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

@@ -21,8 +21,8 @@ from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.rewards.load import (
     IsolatedReward,
     LimitRecords,
-    keep_rewards,
-    key_of,
+    copy_reward_files,
+    hash_call,
     load_rewards,
 )
 from grpo_recipes.rewards.pool import MOST_PROCESSES, START_SECONDS
@@ -181,13 +181,13 @@ def test_a_batch_reward_may_know_no_number() -> None:
 
 def test_a_run_keeps_a_copy_and_goes_on_with_it(load: Any, project: Path, tmp_path: Path) -> None:
     names, run = ["own.py:score", "pack.more:half", "math_verify"], tmp_path / "run"
-    assert keep_rewards(names, run) == []
+    assert copy_reward_files(names, run) == []
     assert (run / "rewards/own.py").read_text() == OWN
     assert {path.name for path in (run / "rewards").iterdir()} == {"own.py", "pack.more.py"}
-    assert keep_rewards(names, run) == []
+    assert copy_reward_files(names, run) == []
 
     (project / "own.py").write_text("def score(completions):\n    return [9.0]\n")
-    (note,) = keep_rewards(names, run)
+    (note,) = copy_reward_files(names, run)
     assert note.startswith("own.py has changed since this run started") and note.endswith(
         "the run uses the copy; to use the file, add --update-rewards"
     )
@@ -195,7 +195,7 @@ def test_a_run_keeps_a_copy_and_goes_on_with_it(load: Any, project: Path, tmp_pa
     assert score(completions=["a"], answer=["a"]) == [1.0]
 
     (project / "own.py").unlink()
-    (note,) = keep_rewards(names, run)
+    (note,) = copy_reward_files(names, run)
     assert note.startswith("the file of reward own.py:score is gone; this run uses its copy")
     (score,) = load("own.py:score")
     assert score(completions=["a"], answer=["a"]) == [1.0]
@@ -203,23 +203,23 @@ def test_a_run_keeps_a_copy_and_goes_on_with_it(load: Any, project: Path, tmp_pa
 
 def test_an_updated_reward_takes_the_place_of_its_copy_which_is_kept(load: Any, project: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    keep_rewards(["own.py:score"], run)
+    copy_reward_files(["own.py:score"], run)
     (project / "own.py").write_text("def score(completions):\n    return [9.0]\n")
-    (note,) = keep_rewards(["own.py:score"], run, update=True)
+    (note,) = copy_reward_files(["own.py:score"], run, update=True)
     (old,) = (run / "rewards").glob("own.????????.py")
     assert note == f"--update-rewards: the run now uses the current own.py; its previous copy is {old.name}"
     assert old.read_text() == OWN and (run / "rewards/own.py").read_text() == (project / "own.py").read_text()
     assert load("own.py:score")[0](completions=["a"], answer=["b"]) == [9.0]
-    assert keep_rewards(["own.py:score"], run, update=True) == []
+    assert copy_reward_files(["own.py:score"], run, update=True) == []
 
 
 def test_two_rewards_of_one_file_are_updated_together(project: Path, tmp_path: Path) -> None:
     run, names = tmp_path / "run", ["own.py:score", "own.py:other"]
-    keep_rewards(names, run)
+    copy_reward_files(names, run)
     (project / "own.py").write_text("def score(completions):\n    return [9.0]\n\n\nother = score\n")
-    (note,) = keep_rewards(names, run, update=True)
+    (note,) = copy_reward_files(names, run, update=True)
     assert note.startswith("--update-rewards: the run now uses the current own.py")
-    assert keep_rewards(names, run) == []
+    assert copy_reward_files(names, run) == []
 
 
 def test_what_follows_a_torn_record_of_a_limit_is_read_again(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_variables_and_concurrency_are_the_recipes(load: Any, project: Path, mon
 
 def test_a_module_that_is_gone_is_run_from_its_copy(load: Any, project: Path, tmp_path: Path) -> None:
     (project / "lone.py").write_text("def score(completions):\n    return [0.25]\n")
-    keep_rewards(["lone:score"], tmp_path / "run")
+    copy_reward_files(["lone:score"], tmp_path / "run")
     (project / "lone.py").unlink()
     (score,) = load("lone:score")
     assert score(completions=["a"]) == [0.25]
@@ -343,11 +343,11 @@ def test_records_are_of_limits_alone_and_survive_a_kill(tmp_path: Path, end: str
 
 def test_a_key_is_the_same_in_another_process_and_none_without_plain_data() -> None:
     arguments = {"completions": [{"role": "assistant", "content": "ü"}], "answer": 3.5, "ids": [1, 2]}
-    code = f"from grpo_recipes.rewards.load import key_of; print(key_of(['a'], {arguments!r}))"
+    code = f"from grpo_recipes.rewards.load import hash_call; print(hash_call(['a'], {arguments!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == key_of(["a"], arguments)
-    assert key_of(["b"], arguments) != key_of(["a"], arguments)
-    assert key_of(["a"], {"image": object()}) is None
+    assert done.stdout.strip() == hash_call(["a"], arguments)
+    assert hash_call(["b"], arguments) != hash_call(["a"], arguments)
+    assert hash_call(["a"], {"image": object()}) is None
 
 
 # --- what `grpo check` says, without running the code ----------------------------------------------------------------
@@ -457,7 +457,7 @@ def test_grpo_check_prints_that_note(project: Path, capsys: pytest.CaptureFixtur
 def test_check_of_a_resumed_run_is_content_with_its_copy(read: Any, project: Path, tmp_path: Path) -> None:
     recipe = read(reward_funcs=["own.py:score"])
     run = recipe.path.parent
-    keep_rewards(["own.py:score"], run)
+    copy_reward_files(["own.py:score"], run)
     (project / "own.py").unlink()
     assert len(check(recipe, {})) == 1, "a folder that happens to be called rewards is no run's"
     (run / "run.json").write_text("{}")

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from grpo_recipes.process.tree import descendants, is_alive
-from grpo_recipes.rewards.pool import RewardPool, default_workers
+from grpo_recipes.rewards.pool import RewardPool, count_default_workers
 from grpo_recipes.rewards.score import NOT_CALLED, RewardFailed, Score
 
 pytestmark = pytest.mark.alone
@@ -396,4 +396,4 @@ def test_workers_share_the_cores_of_a_machine(monkeypatch: pytest.MonkeyPatch) -
     for cores, ranks, workers in ((2, 1, 1), (4, 1, 2), (64, 1, 8), (64, 8, 4), (8, 8, 1)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        assert default_workers() == workers
+        assert count_default_workers() == workers

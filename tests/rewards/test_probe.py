@@ -11,7 +11,7 @@ import pytest
 
 from grpo_recipes.rewards.answers import is_same_answer
 from grpo_recipes.rewards.functions import pure_accuracy_math
-from grpo_recipes.rewards.probe import find_problems, probe, wrong_answers
+from grpo_recipes.rewards.probe import find_problems, make_wrong_answers, probe_reward
 
 REPOSITORY = Path(__file__).parents[2]
 ROWS = [
@@ -33,12 +33,12 @@ ROWS = [
     ],
 )
 def test_wrong_answers_near_a_right_one(answer, wrong):
-    assert wrong_answers(answer, [answer, "7"]) == wrong
+    assert make_wrong_answers(answer, [answer, "7"]) == wrong
     assert not any(is_same_answer(text, answer) for text in wrong)
 
 
 def test_a_reward_that_judges_well_has_no_fault():
-    finding = probe("pure_accuracy_math", pure_accuracy_math, ROWS)
+    finding = probe_reward("pure_accuracy_math", pure_accuracy_math, ROWS)
 
     assert finding.faults == [] and finding.failures == []
     assert (finding.right, finding.wrong) == (16, 64)
@@ -50,12 +50,12 @@ def test_with_strict_matching_the_bare_solution_alone_is_right():
     def strict(completions, answer, **_):
         return pure_accuracy_math(completions, answer, answer_matching="strict")
 
-    assert probe("pure_accuracy_math", strict, ROWS, strict=True).faults == []
-    assert probe("pure_accuracy_math", strict, ROWS).missed == len(ROWS)
+    assert probe_reward("pure_accuracy_math", strict, ROWS, strict=True).faults == []
+    assert probe_reward("pure_accuracy_math", strict, ROWS).missed == len(ROWS)
 
 
 def test_right_answers_without_their_1_are_a_fault():
-    finding = probe("pure_accuracy_math", lambda completions, **_: [0.0] * len(completions), ROWS)
+    finding = probe_reward("pure_accuracy_math", lambda completions, **_: [0.0] * len(completions), ROWS)
 
     assert [problem for problem, _ in finding.faults] == ["does not give 1 to 16 of 16 right answers"]
     assert not finding.distinguishes
@@ -65,7 +65,7 @@ def test_right_answers_without_their_1_are_a_fault():
 
 
 def test_wrong_answers_with_a_1_are_a_fault():
-    finding = probe("math_verify", lambda completions, **_: [1.0] * len(completions), ROWS)
+    finding = probe_reward("math_verify", lambda completions, **_: [1.0] * len(completions), ROWS)
 
     assert [problem for problem, _ in finding.faults] == ["accepts 96 of 96 wrong answers as right"]
     assert finding.missed == 0 and not finding.failures[0].right
@@ -75,8 +75,8 @@ def test_cosine_length_must_prefer_right_answers():
     def upside_down(completions, answer, **_):
         return [1.0 - (score or 0.0) for score in pure_accuracy_math(completions, answer)]
 
-    assert probe("cosine_length", pure_accuracy_math, ROWS).faults == []
-    assert probe("cosine_length", upside_down, ROWS).taken == 64
+    assert probe_reward("cosine_length", pure_accuracy_math, ROWS).faults == []
+    assert probe_reward("cosine_length", upside_down, ROWS).taken == 64
 
 
 def test_a_reward_gets_what_trl_gives_it():
@@ -86,7 +86,7 @@ def test_a_reward_gets_what_trl_gives_it():
         arguments.update(arguments or columns)  # the first completions; a second call tries the other completions
         return [float(difficulty) for difficulty in columns["difficulty"]]
 
-    probe("my.py:note", note, ROWS)
+    probe_reward("my.py:note", note, ROWS)
 
     assert set(arguments) == {"prompts", "completions", "completion_ids", "answer", "difficulty"}
     assert len({len(values) for values in arguments.values()}) == 1
@@ -99,7 +99,7 @@ def test_the_users_reward_is_shown_by_the_writing_it_reads():
         pairs = zip(completions, answer, strict=True)
         return [float(text[-1]["content"] == rf"\boxed{{{gold}}}") for text, gold in pairs]
 
-    finding = probe("my.py:boxed", boxed, ROWS)
+    finding = probe_reward("my.py:boxed", boxed, ROWS)
 
     assert (finding.right_mean, finding.wrong_mean) == (1.0, 0.0)
     assert finding.distinguishes and finding.missed is None and finding.faults == []
@@ -147,7 +147,7 @@ def last_integer(completions, answer, **_):
 def test_rewards_that_read_usual_formats_tell_right_from_wrong(reward, rows, read):
     """R1: a reward that reads no tag and no box, such as README's sample, is accepted."""
     shown = [{**ROWS[0], "answer": str(11 + 7 * index)} for index in range(rows)]
-    finding = probe("my.py:reward", reward, shown)
+    finding = probe_reward("my.py:reward", reward, shown)
 
     assert finding.distinguishes and finding.faults == []
     assert find_problems(read(reward_funcs=["math_verify"]), shown, [finding]) == []
@@ -155,7 +155,7 @@ def test_rewards_that_read_usual_formats_tell_right_from_wrong(reward, rows, rea
 
 def test_a_reward_that_reads_no_format_is_rejected_with_the_formats(read):
     """R1: the fix lists formats, and a reward that reads one of them is accepted (test above)."""
-    finding = probe("my.py:reward", by_pattern("<<SOLUTION>>"), ROWS)
+    finding = probe_reward("my.py:reward", by_pattern("<<SOLUTION>>"), ROWS)
     (problem,) = find_problems(read(reward_funcs=["math_verify"]), ROWS, [finding])
 
     assert "no reward distinguishes right from wrong answers" in problem.what
@@ -196,8 +196,8 @@ def test_too_few_scores_are_a_fault():
     def half(completions, **_):
         return [None if index % 2 else 1.0 for index in range(len(completions))]
 
-    assert probe("my.py:half", half, ROWS, most_missing=0.5).faults == []
-    ((problem, _),) = probe("my.py:half", half, ROWS, most_missing=0.4).faults
+    assert probe_reward("my.py:half", half, ROWS, most_missing=0.5).faults == []
+    ((problem, _),) = probe_reward("my.py:half", half, ROWS, most_missing=0.4).faults
     assert problem.startswith("leaves 140 of 280 completions unscored (it returned None")
 
 
@@ -208,7 +208,7 @@ def test_one_value_that_is_no_number_is_a_fault():
         calls.append(len(completions))
         return [math.nan if len(calls) == 1 else 1.0, *[1.0] * (len(completions) - 1)]
 
-    finding = probe("my.py:nan_once", nan_once, ROWS)
+    finding = probe_reward("my.py:nan_once", nan_once, ROWS)
 
     assert finding.faults == [("leaves 1 of 280 completions unscored (not a number: nan)", "correct it")]
     assert finding.failures[0].reason == "not a number: nan"

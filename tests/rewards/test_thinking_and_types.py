@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_recipes.evaluate.scores import extract_answer
-from grpo_recipes.rewards.answers import final_text
+from grpo_recipes.rewards.answers import extract_final_text
 from grpo_recipes.rewards.functions import (
     cosine_length,
     format_tags,
@@ -57,7 +57,7 @@ def test_an_evaluation_reads_the_same_answer():
     """S4: answers that are counted per group come from the text after the last think block too."""
     assert extract_answer("<think>\\boxed{7}</think>\\boxed{8}") == "8"
     assert extract_answer("<think>\\boxed{7}") is None
-    assert final_text([{"role": "assistant", "content": "a</think>b"}]) == "b"
+    assert extract_final_text([{"role": "assistant", "content": "a</think>b"}]) == "b"
 
 
 @pytest.mark.parametrize("reward", [math_verify, pure_accuracy_math])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.rewards.load import keep_rewards
+from grpo_recipes.rewards.load import copy_reward_files
 from grpo_recipes.runs.checkpoints import publish_checkpoint
 from grpo_recipes.runs.endings import advice, ending, reward_fix
 from grpo_recipes.runs.rundir import Run, write_json
@@ -75,7 +75,7 @@ def failed(make_run, tmp_path):
     def make(cause, saved=True):
         (tmp_path / "own.py").write_text("def score(completions): return [0.0]\n")
         run = make_run(cause=cause, reward_funcs=["own.py:score"])
-        keep_rewards(["own.py:score"], run.folder)
+        copy_reward_files(["own.py:score"], run.folder)
         if saved:
             staged = run.folder / "checkpoints/partial/checkpoint-5"
             staged.mkdir(parents=True)

@@ -13,7 +13,7 @@ from datasets import Dataset
 from grpo_recipes import smoke
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.rewards import functions
-from grpo_recipes.rewards.answers import completion_text
+from grpo_recipes.rewards.answers import get_completion_text
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
 from .tiny_training import ON_CPU, as_dataset
@@ -31,13 +31,13 @@ TABLE = {
 def pure_accuracy_math(completions: list[Any], answer: list[str], **_: Any) -> list[float | None]:
     """Score with the built-in reward, but leave completions that start with a question mark unscored."""
     scores = functions.pure_accuracy_math(completions, answer)
-    texts = map(completion_text, completions)
+    texts = map(get_completion_text, completions)
     return [None if text.startswith("?") else score for text, score in zip(texts, scores, strict=True)]
 
 
 def half_length(completions: list[Any], answer: list[str], **_: Any) -> list[float | None]:
     """Score half the length. It does not count as a verdict and leaves the same completions unscored."""
-    texts = map(completion_text, completions)
+    texts = map(get_completion_text, completions)
     return [None if text.startswith("?") else len(text) / 2 for text in texts]
 
 

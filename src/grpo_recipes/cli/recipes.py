@@ -245,9 +245,9 @@ def check_rewards(options: argparse.Namespace) -> int:
             raise config_error(display_path(recipe.path), *source.unchecked_rewards)
         os.environ.update(hub_environment(os.environ))
         # Imported here, because it loads TRL and datasets, which takes seconds.
-        from grpo_recipes.rewards.probe import find_problems, probe_rewards, sample_rows
+        from grpo_recipes.rewards.probe import find_problems, probe_rewards, read_first_rows
 
-        rows, counts = sample_rows(recipe, options.rows, find_assets(recipe, os.environ).lookup)
+        rows, counts = read_first_rows(recipe, options.rows, find_assets(recipe, os.environ).lookup)
         if not rows:
             raise config_error(
                 display_path(recipe.path), "the dataset has no rows with a solution", "check its columns"
@@ -294,13 +294,13 @@ def _print_rewards(results: list[ProbeResult]) -> None:
 
 
 def _failure_line(name: str, failure: ProbeCompletion) -> str:
-    from grpo_recipes.rewards.probe import unscored_reason
+    from grpo_recipes.rewards.probe import describe_unscored
 
     def shorten(text: str) -> str:
         text = " ".join(text.split())
         return text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…"
 
-    score = f"no score ({unscored_reason(name, failure.reason)})" if failure.value is None else f"{failure.value:.4g}"
+    score = f"no score ({describe_unscored(name, failure.reason)})" if failure.value is None else f"{failure.value:.4g}"
     kind = "correct" if failure.right else "incorrect"
     return f"  {shorten(failure.prompt)!r}: {kind} answer {shorten(failure.completion)!r} gets {score}"
 

@@ -354,7 +354,7 @@ def _load_rewards(subject: _Subject, rows: Rows) -> Iterator[tuple[list["Reward"
     processes of the rewards end after the block. Raise ConfigError if a reward can't be loaded, fails in the block, or
     needs a column that the rows don't have.
     """
-    from grpo_recipes.rewards.load import lent_rewards
+    from grpo_recipes.rewards.load import open_rewards
     from grpo_recipes.rewards.probe import reward_errors_as_config_errors
 
     recipe = subject.recipe
@@ -363,7 +363,7 @@ def _load_rewards(subject: _Subject, rows: Rows) -> Iterator[tuple[list["Reward"
         copies = Path(folder) / REWARD_COPIES
         if subject.run and (subject.run.folder / REWARD_COPIES).is_dir():
             shutil.copytree(subject.run.folder / REWARD_COPIES, copies, ignore=shutil.ignore_patterns("limits_*"))
-        with lent_rewards(make_trainer_arguments(recipe), Path(folder)) as rewards:
+        with open_rewards(make_trainer_arguments(recipe), Path(folder)) as rewards:
             if problems := list(missing_argument_problems(recipe, [dict.fromkeys(rows[0], "")], copies, live=None)):
                 raise ConfigError(*problems)
             files = {name: copy_path(name, copies) for name in names if ":" in name}

@@ -35,7 +35,7 @@ from grpo_recipes.recipe.registry import (
 )
 from grpo_recipes.recipe.shapes import DataSource, Message, answer_of, chat_of
 from grpo_recipes.recipe.sources import source_of
-from grpo_recipes.rewards.answers import final_text
+from grpo_recipes.rewards.answers import extract_final_text
 from grpo_recipes.rewards.score import RewardWrapper, make_reward
 from grpo_recipes.rollouts.backends import Prompt, Sampling, Tokens, collect_sampling_keys, problem_seed
 from grpo_recipes.rollouts.source import SamplingTrainer
@@ -322,7 +322,7 @@ class Runner:
                 "truncated": [not tokens or tokens[-1] not in end_ids for tokens in ids],
             }  # fmt: skip
             if scoring:
-                row[scoring.column] = [scoring.judge(final_text(text), problem.gold) for text in answers]
+                row[scoring.column] = [scoring.judge(extract_final_text(text), problem.gold) for text in answers]
             chunk_rows.append({**row, "completions": [masked(answer) for answer in answers]})
         self.add_rows(name, chunk_rows, rows)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from grpo_recipes.recipe.registry import rewards
-from grpo_recipes.rewards.answers import final_text, is_same_answer, last_answer, last_boxed
+from grpo_recipes.rewards.answers import extract_final_text, extract_last_answer, extract_last_boxed, is_same_answer
 from grpo_recipes.rewards.score import Reward, RewardWrapper
 from grpo_recipes.stats import Interval, scores_at_k
 
@@ -56,11 +56,11 @@ def judge_completions(rewards_BR: torch.Tensor, names: list[str], weights_R: tor
 def extract_answer(completion: str | list[dict[str, Any]]) -> str | None:
     """Return the text in the last ``<answer>…</answer>`` of a completion, or in its last box if it has no such tag.
 
-    Only the text after the last ``</think>`` counts (``final_text``). Return None if there is no answer, if the answer
-    is empty, or if a think block is not closed.
+    Only the text after the last ``</think>`` counts (``extract_final_text``). Return None if there is no answer, if the
+    answer is empty, or if a think block is not closed.
     """
-    text = final_text(completion)
-    answer = last_boxed(text) if (tagged := last_answer(text)) is None else tagged
+    text = extract_final_text(completion)
+    answer = extract_last_boxed(text) if (tagged := extract_last_answer(text)) is None else tagged
     return (answer or "").strip() or None
 
 

@@ -29,7 +29,7 @@ from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scra
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.sources import user_code
 from grpo_recipes.recipe.user_code import copy_source
-from grpo_recipes.rewards.load import keep_rewards
+from grpo_recipes.rewards.load import copy_reward_files
 from grpo_recipes.runs import rundir
 from grpo_recipes.runs.benchmark import write_benchmark
 from grpo_recipes.runs.checkpoints import find_newest_complete, parse_step, recording_changes
@@ -141,7 +141,7 @@ def freeze_inputs(run: Run, recipe: Recipe, plan: Plan, update_rewards: bool = F
         rundir.write_atomically(run.folder / "recipe.yaml", recipe.as_yaml())
         for spec in recipe["callbacks"]:
             copy_source(spec, run.folder / "callbacks")
-        plan.notes.extend(notes := keep_rewards(user_code(recipe.__getitem__), run.folder, update_rewards))
+        plan.notes.extend(notes := copy_reward_files(user_code(recipe.__getitem__), run.folder, update_rewards))
         if update_rewards:
             run.identity.setdefault("updated_rewards", []).append({"after_step": newest_step(run), "notes": notes})
             write_json(run.folder / "run.json", run.identity)

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from grpo_recipes.rewards.notation import DOLLAR, clean, closing_brace, without_braces
-from grpo_recipes.rewards.units import trailing_unit, unit_of
+from grpo_recipes.rewards.notation import DOLLAR, clean_answer, find_closing_brace, strip_braces
+from grpo_recipes.rewards.units import normalize_unit, split_trailing_unit
 
 LONGEST_ANSWER = 500  # characters; longer texts are compared unchanged, since cleaning is for answers, not for essays
 
@@ -99,56 +99,57 @@ class Answer:
     word: str = ""  # ``and`` or ``or`` between inequalities, if it changes the meaning
 
 
-def completion_text(completion: str | list[dict[str, Any]]) -> str:
-    """Return the text of a completion given as text, or as a list of chat messages (the last one counts)."""
+def get_completion_text(completion: str | list[dict[str, Any]]) -> str:
+    """Return a completion as text: a string unchanged, or the content of the last chat message of a list."""
     if isinstance(completion, str):
         return completion
     return str(completion[-1].get("content") or "") if completion else ""
 
 
-def final_text(completion: str | list[dict[str, Any]]) -> str:
-    """Return the text after the last ``</think>``, the only place for an answer. "" for an unclosed think block.
+def extract_final_text(completion: str | list[dict[str, Any]]) -> str:
+    """Return the part of a completion that may contain the answer: the text after the last ``</think>``.
 
-    A completion without think tags is returned whole. Of a list of messages, only the last message counts.
+    Return the whole text if it has no think tags, and "" if a think block is not closed. In a list of chat messages,
+    only the last message counts.
     """
-    text = completion_text(completion)
+    text = get_completion_text(completion)
     if "think>" not in text:
         return text
     text = text.rpartition(_THINK_END)[2]
     return "" if _THINK in text else text
 
 
-def solution_text(solution: Any) -> str:
-    """Return a reference solution as text: numbers, booleans and lists of typed columns as JSON writes them."""
+def format_solution(solution: Any) -> str:
+    """Return a reference solution as text: a string unchanged, and numbers, booleans and lists as JSON."""
     return solution if isinstance(solution, str) else json.dumps(solution, ensure_ascii=False, default=str)
 
 
-def last_answer(text: str) -> str | None:
+def extract_last_answer(text: str) -> str | None:
     """Return the text in the last complete ``<answer>…</answer>``, which may be empty. None without such a tag."""
     start = text.rfind(_OPEN, 0, text.rfind(_CLOSE) + 1)
     return None if start < 0 else text[start + len(_OPEN) : text.find(_CLOSE, start)]
 
 
-def last_boxed(text: str) -> str | None:
+def extract_last_boxed(text: str) -> str | None:
     r"""Return the content of the last ``\boxed{…}``. None without a box, or if the box is not closed.
 
     Boxes separated only by a comma, a semicolon, ``and`` or ``or`` form one list, which is returned unchanged:
     ``\boxed{1} and \boxed{2}`` is the same answer as ``\boxed{1 and 2}``.
     """
-    boxes = _boxes_from_the_end(text)
+    boxes = _iterate_boxes_backwards(text)
     last = next(boxes, None)
     if last is None:
         return None
     if not last["brace"]:
         unbraced = _UNBRACED.match(text, last.end())
         return unbraced[0].rstrip(".,;") if unbraced else None
-    end = closing_brace(text, last.start())
+    end = find_closing_brace(text, last.start())
     if end < 0:
         return None
     first = last.start()
     box, boxes_differ = text[first : end + 1], False
     for earlier in boxes:
-        close = closing_brace(text, earlier.start()) if earlier["brace"] else -1
+        close = find_closing_brace(text, earlier.start()) if earlier["brace"] else -1
         between = text[close + 1 : first]
         if close < 0 or not (_BETWEEN_BOXES.fullmatch(between) and _SEPARATOR.search(between)):
             break
@@ -157,8 +158,8 @@ def last_boxed(text: str) -> str | None:
     return text[first : end + 1] if boxes_differ else box[box.index("{") + 1 : -1]
 
 
-def _boxes_from_the_end(text: str) -> Iterator[re.Match[str]]:
-    r"""Yield the matches of ``\boxed`` and ``\fbox``, the last one first."""
+def _iterate_boxes_backwards(text: str) -> Iterator[re.Match[str]]:
+    r"""Yield a match for each ``\boxed`` and ``\fbox`` in a text, starting with the last one."""
     position = len(text)
     while (position := text.rfind("box", 0, position)) >= 0:
         match = _BOX.match(text, max(0, position - 1)) or _BOX.match(text, max(0, position - 2))
@@ -166,30 +167,31 @@ def _boxes_from_the_end(text: str) -> Iterator[re.Match[str]]:
             yield match
 
 
-def reference_answer(gold: str) -> str:
+def extract_reference_answer(gold: str) -> str:
     r"""Return the answer of a reference solution: its last ``\boxed{…}``, or the whole text without a box."""
-    boxed = last_boxed(gold) if "box" in gold else None
+    boxed = extract_last_boxed(gold) if "box" in gold else None
     return gold if boxed is None else boxed
 
 
 def is_correct(text: str, gold: str, matching: str) -> bool:
-    """Return whether the last answer tag of a completion contains the reference solution ``gold``.
+    """Return whether the last ``<answer>…</answer>`` of a completion contains the reference solution ``gold``.
 
-    ``matching`` is ``strict`` (equal text up to surrounding white space) or ``normalized``.
+    ``matching`` is ``strict`` (equal text up to surrounding white space) or ``normalized`` (see ``is_same_answer``).
+    Return False without an answer tag.
     """
-    answer = last_answer(text)
+    answer = extract_last_answer(text)
     if answer is None:
         return False
     if matching == "strict":
         return answer.strip() != "" and answer.strip() == gold.strip()
-    return is_same_answer(answer, reference_answer(gold))
+    return is_same_answer(answer, extract_reference_answer(gold))
 
 
 def is_same_answer(answer: str, gold: str) -> bool:
-    """Return whether two answers are the same. An empty answer equals no answer.
+    """Return whether two answers are the same: as numbers, lists, multiple-choice options, or cleaned text.
 
-    A unit or a variable counts only if both answers have one: ``18 dollars`` is ``18``, but not ``18 cents``. ``10%``
-    is ``10`` and not ``0.1``.
+    A unit or a variable counts only if both answers have one: ``18 dollars`` equals ``18``, but not ``18 cents``.
+    ``10%`` equals ``10`` and not ``0.1``. An empty answer equals nothing, not even another empty answer.
     """
     answer, gold = answer.strip(), gold.strip()
     if answer == gold:
@@ -201,22 +203,22 @@ def is_same_answer(answer: str, gold: str) -> bool:
 
 
 def have_equal_values(first: Answer, second: Answer) -> bool:
-    """Return whether two answers have the same value and compatible units and variables."""
-    return first.value == second.value and first.value != "" and compatible(first, second)
+    """Return whether two answers have the same value, and units and variables that do not contradict each other."""
+    return first.value == second.value and first.value != "" and have_compatible_units(first, second)
 
 
-def compatible(first: Answer, second: Answer) -> bool:
-    """Return whether the units and the variables of two answers agree. A missing one agrees with any."""
+def have_compatible_units(first: Answer, second: Answer) -> bool:
+    """Return whether two answers have equal units and equal variables. A missing unit or variable equals any other."""
     units_agree = not first.unit or not second.unit or first.unit == second.unit
     return units_agree and (not first.variable or not second.variable or first.variable == second.variable)
 
 
 def is_same_choice(answer: str, gold: str, equal: Callable[[str, str], bool]) -> bool:
-    """Return whether both answers choose the same option: ``B``, ``(b)``, ``B. Paris``, ``(B) 42``.
+    """Return whether two answers are the same option of a multiple-choice question: ``B``, ``(b)``, ``B. Paris``.
 
-    ``equal`` compares the wording of options. An option that is written out with its letter equals its wording.
+    ``equal`` compares the texts of options. ``B. Paris`` also equals ``Paris`` without a letter.
     """
-    answer_option, gold_option = _option(answer), _option(gold)
+    answer_option, gold_option = _parse_option(answer), _parse_option(gold)
     if answer_option and gold_option:
         (letter, wording), (gold_letter, gold_wording) = answer_option, gold_option
         return letter == gold_letter and (not wording or not gold_wording or equal(wording, gold_wording))
@@ -226,17 +228,20 @@ def is_same_choice(answer: str, gold: str, equal: Callable[[str, str], bool]) ->
 
 
 @functools.lru_cache(maxsize=8192)
-def _option(text: str) -> tuple[str, str] | None:
-    """Return the letter, in upper case, and the wording, maybe "", of a multiple-choice answer. None for others."""
-    match = _OPTION.fullmatch(clean(text)) if len(text) <= LONGEST_ANSWER else None
+def _parse_option(text: str) -> tuple[str, str] | None:
+    """Split a multiple-choice answer into its upper-case letter and its text: ``("B", "Paris")`` for ``b) Paris``.
+
+    The text may be "". Return None for other answers.
+    """
+    match = _OPTION.fullmatch(clean_answer(text)) if len(text) <= LONGEST_ANSWER else None
     return ((match["bracketed"] or match["letter"]).upper(), match["wording"] or "") if match else None
 
 
 def are_equal(first: Answer, second: Answer, equal: Callable[[Answer, Answer], bool]) -> bool:
-    """Return whether two answers are equal, comparing lists item by item.
+    """Return whether two answers are equal; ``equal`` compares single answers and the items of two lists.
 
     Lists and sets have no order, but repeated items count. Order matters for tuples and intervals, for a list compared
-    with a tuple, and for ``x=1, y=2`` compared with ``1, 2``. ``equal`` compares two answers without items.
+    with a tuple, and for ``x=1, y=2`` compared with ``1, 2``.
     """
     first_items, second_items = first.value, second.value
     if not (isinstance(first_items, tuple) and isinstance(second_items, tuple)) or bool(first.word) != bool(
@@ -267,7 +272,10 @@ def _can_pair_items(
     first_of_second: dict[int, int] = {}  # index in `second` -> index of its partner in `first`
 
     def find_partner(first_index: int, tried: set[int]) -> bool:
-        """Pair an item of `first`, changing earlier pairs if needed. ``tried`` has indices of `second`."""
+        """Pair an item of ``first``, changing earlier pairs if needed; return False if that is impossible.
+
+        ``tried`` are the indices of ``second`` that were already tried.
+        """
         free_and_identical_first = sorted(
             range(len(second)), key=lambda index: (index in first_of_second, second[index] != first[first_index])
         )
@@ -284,34 +292,44 @@ def _can_pair_items(
 
 
 def normalize(text: str) -> Answer:
-    """Return the normal form of an answer. Never raises."""
+    """Parse an answer to its normal form: a number, a list of items, or cleaned text. Never raises.
+
+    A text of more than 500 characters is returned unchanged as the value.
+    """
     text = text.strip()
-    return _normal(text) if len(text) <= LONGEST_ANSWER else Answer(text)
+    return _normalize_short(text) if len(text) <= LONGEST_ANSWER else Answer(text)
 
 
 @functools.lru_cache(maxsize=8192)
-def _normal(text: str) -> Answer:
-    """Return the normal form of a short answer without surrounding white space, from a cache if possible."""
-    return Answer(int(text)) if _INTEGER.fullmatch(text) else _read(clean(text), depth=0)
+def _normalize_short(text: str) -> Answer:
+    """Parse an answer of at most 500 characters, without white space at its ends, to its normal form; cached."""
+    return Answer(int(text)) if _INTEGER.fullmatch(text) else _parse_answer(clean_answer(text), depth=0)
 
 
-def _read(text: str, depth: int) -> Answer:
-    """Return the normal form of a cleaned text: a number, a list of items, or else text. ``depth`` counts brackets."""
+def _parse_answer(text: str, depth: int) -> Answer:
+    """Parse a cleaned text to a number, a list of items (recursively), or else text.
+
+    ``depth`` is the number of lists around it; at 8, the text is not split further.
+    """
     variable, text = _split_variable(text) if "=" in text or r"\approx" in text or r"\in" in text else ("", text)
-    number = _plain_number(text, variable) or _scientific(text, variable) or _number_with_base(text, variable)
+    number = (
+        _parse_plain_number(text, variable)
+        or _parse_scientific(text, variable)
+        or _parse_number_with_base(text, variable)
+    )
     if number is not None:
         return number
     text, variable = _normalize_commas(text), variable.replace(" ", "")
-    inside, brackets = _outer_brackets(text)
+    inside, brackets = _strip_outer_brackets(text)
     item_texts, words = _split_items(inside)
     if brackets in ("", "{}"):
-        item_texts = [signed for item_text in item_texts for signed in _both_signs(item_text)]
-    elif len(signed_texts := _both_signs(text)) > 1:
+        item_texts = [signed for item_text in item_texts for signed in _expand_plus_minus(item_text)]
+    elif len(signed_texts := _expand_plus_minus(text)) > 1:
         item_texts, brackets = signed_texts, ""
     is_list = len(item_texts) > 1 and depth < _MAX_DEPTH and r"\begin" not in text
-    items = [_read(without_braces(item_text), depth + 1) for item_text in item_texts] if is_list else []
+    items = [_parse_answer(strip_braces(item_text), depth + 1) for item_text in item_texts] if is_list else []
     if not items or any(item.value == "" for item in items):
-        text, unit = trailing_unit(text)
+        text, unit = split_trailing_unit(text)
         return Answer(_normalize_spelling(text), unit, variable)
     if not brackets:  # in `x=1, 2`, both items belong to x
         variable = variable or ("" if any(item.variable for item in items[1:]) else items[0].variable)
@@ -321,7 +339,7 @@ def _read(text: str, depth: int) -> Answer:
 
 
 def _split_variable(text: str) -> tuple[str, str]:
-    r"""Return the variable, maybe "", and the value: ``x``, ``5`` for ``x = 5`` or ``x \in …`` or ``x \approx …``.
+    r"""Split ``x = 5``, ``x \in …`` or ``x \approx …`` into the variable and the value; the variable may be "".
 
     In ``x = \frac{1}{3} \approx 0.333``, the exact value counts. ``x = 1, y = 2`` is a list, and ``3 + 5 = 8`` has no
     variable.
@@ -334,24 +352,24 @@ def _split_variable(text: str) -> tuple[str, str]:
 
 
 def _normalize_spelling(text: str) -> str:
-    r"""Remove spaces around signs, write ``x_1`` for ``x_{1}``, and put words in lower case."""
+    r"""Return a text with normal spelling: no spaces around signs, ``x_1`` for ``x_{1}``, words in lower case."""
     text = _PUNCTUATION.sub(r"\1", text).removeprefix("+")
     return _LETTERS.sub(lambda match: match[0].lower(), _SHORT_SCRIPT.sub(r"\1\2", text))
 
 
-def _scientific(text: str, variable: str) -> Answer | None:
+def _parse_scientific(text: str, variable: str) -> Answer | None:
     """Parse a number in scientific notation with an optional unit, for example ``3e5`` or ``3*10^5``.
 
     Return None for another text or an unknown unit. ``variable`` becomes the variable of the answer.
     """
     match = _SCIENTIFIC.fullmatch(text)
-    unit = unit_of(match["unit"] or "") if match else None
+    unit = normalize_unit(match["unit"] or "") if match else None
     if match is None or unit is None:
         return None
-    return Answer(Fraction(_exact(match["number"])) * Fraction(10) ** int(match["exponent"]), unit, variable)
+    return Answer(Fraction(_parse_exact(match["number"])) * Fraction(10) ** int(match["exponent"]), unit, variable)
 
 
-def _number_with_base(text: str, variable: str) -> Answer | None:
+def _parse_number_with_base(text: str, variable: str) -> Answer | None:
     """Parse digits with a base, such as ``101_2`` or ``12 base three``. Return None for another text.
 
     The base becomes the unit, so it counts only if both answers have one. ``variable`` becomes the answer's variable.
@@ -366,17 +384,17 @@ def _number_with_base(text: str, variable: str) -> Answer | None:
     return Answer(value, f"base {base}", variable)
 
 
-def _plain_number(text: str, variable: str) -> Answer | None:
+def _parse_plain_number(text: str, variable: str) -> Answer | None:
     """Parse a decimal, fraction or mixed number with its unit. Return None for other texts and a division by zero.
 
     ``variable`` becomes the variable of the answer.
     """
     match = _NUMBER.fullmatch(text)
-    unit = unit_of(match["unit"] or "") if match else None
+    unit = normalize_unit(match["unit"] or "") if match else None
     if match is None or unit is None or (match["sign"] and match["inner"]):
         return None
     above, below = match["above"] or match["number"], match["below"] or match["divisor"] or "1"
-    dividend, divisor = _exact(above), _exact(below)
+    dividend, divisor = _parse_exact(above), _parse_exact(below)
     if divisor == 0:
         return None
     value = dividend if divisor == 1 else Fraction(dividend, divisor)
@@ -385,21 +403,21 @@ def _plain_number(text: str, variable: str) -> Answer | None:
             return None  # 1 3/2 is not a mixed number
         value += int(whole)
     if match["currency"]:
-        currency = unit_of(match["currency"]) or ""
+        currency = normalize_unit(match["currency"]) or ""
         unit = unit if unit.split(" ")[0] == currency else f"{currency} {unit}".strip()
     return Answer(-value if "-" in (match["sign"], match["inner"]) else value, unit, variable)
 
 
-def _exact(digits: str) -> int | Fraction:
-    """Return the exact value of digits with a point and commas. Without a point it is an int, which is far faster."""
+def _parse_exact(digits: str) -> int | Fraction:
+    """Convert digits, maybe with a point and commas, to a Fraction, or to an int without a point (much faster)."""
     digits = digits.replace(",", "")
     return Fraction(digits) if "." in digits else int(digits)
 
 
-def _walk(text: str) -> Iterator[tuple[re.Match[str], re.Match[str] | None]]:
-    """Yield brackets, separators and numbers with commas, each with the innermost open bracket around it, or None.
+def _iterate_parts(text: str) -> Iterator[tuple[re.Match[str], re.Match[str] | None]]:
+    """Yield a match for each bracket, separator and number with commas, with the innermost open bracket around it.
 
-    A closing bracket comes with the bracket that it closes.
+    The second entry is None outside of brackets. For a closing bracket, it is the bracket that it closes.
     """
     open_brackets: list[re.Match[str]] = []
     for part in _PART.finditer(text):
@@ -411,13 +429,13 @@ def _walk(text: str) -> Iterator[tuple[re.Match[str], re.Match[str] | None]]:
 
 
 def _normalize_commas(text: str) -> str:
-    """Write ``, `` between items, and remove commas inside numbers.
+    """Return a text with ``, `` between items, and without the commas inside numbers.
 
     ``12,345`` is one number. ``(12,345)`` contains two numbers, because brackets without any other separator are a
     tuple. ``(12,345; 6)`` and ``(1,000)`` contain the number with its comma: a tuple's item does not begin with zeros.
     """
     parts_by_bracket: dict[re.Match[str] | None, list[re.Match[str]]] = {}
-    for part, bracket in _walk(text):
+    for part, bracket in _iterate_parts(text):
         if part["number"] or part["separator"]:
             parts_by_bracket.setdefault(bracket, []).append(part)
     single_numbers: list[re.Match[str]] = []
@@ -431,9 +449,12 @@ def _normalize_commas(text: str) -> str:
     return _COMMA.sub(", ", text)
 
 
-def _outer_brackets(text: str) -> tuple[str, str]:
-    r"""Return the text inside brackets and the brackets: ``("0, 1", "[)")``. ``(text, "")`` if none surround it all."""
-    for part, opener in _walk(text) if text.endswith((")", "]", "}", "angle", "brace")) else ():
+def _strip_outer_brackets(text: str) -> tuple[str, str]:
+    r"""Return the text inside the brackets around the whole text, and the brackets: ``("0, 1", "[)")`` for ``[0, 1)``.
+
+    Return ``(text, "")`` if no brackets surround the whole text.
+    """
+    for part, opener in _iterate_parts(text) if text.endswith((")", "]", "}", "angle", "brace")) else ():
         if opener is not None and part["close"] and opener.start() == 0 and part.end() == len(text):
             pair = _BRACKETS.get(opener[0], "") + _BRACKETS.get(part[0], "")
             fits = len(pair) == 2 and ("{" in pair) == ("}" in pair)
@@ -442,12 +463,12 @@ def _outer_brackets(text: str) -> tuple[str, str]:
 
 
 def _split_items(text: str) -> tuple[list[str], set[str]]:
-    """Return the items of a list without brackets, and the words ``and`` and ``or`` that join them.
+    """Split a list at commas, semicolons, ``and`` and ``or``; return its items and the words that join them.
 
-    Semicolons separate items that contain commas: ``1, 2; 3, 4`` has two items. A text that is not a list is one item,
-    and has no words.
+    Separators inside brackets do not count. If there are semicolons, only they separate: ``1, 2; 3, 4`` has two items.
+    A text that is not a list is one item, and has no words.
     """
-    parts = list(_walk(text))
+    parts = list(_iterate_parts(text))
     outer_parts = [part for part, bracket in parts if bracket is None]
     is_balanced = sum(bool(part["open"]) - bool(part["close"]) for part, _ in parts) == 0
     separators = [part for part in outer_parts if part["separator"]]
@@ -460,7 +481,7 @@ def _split_items(text: str) -> tuple[list[str], set[str]]:
     return (items, words) if is_list else ([text], set())
 
 
-def _both_signs(text: str) -> list[str]:
-    r"""Return ``1+2`` and ``1-2`` for ``1\pm 2``, and any other text unchanged."""
+def _expand_plus_minus(text: str) -> list[str]:
+    r"""Return the list ``["1+ 2", "1- 2"]`` for ``1\pm 2``, and a list with the unchanged text for any other text."""
     has_one_sign = text.count(r"\pm") == 1 and r"\mp" not in text
     return [text.replace(r"\pm", sign) for sign in "+-"] if has_one_sign else [text]

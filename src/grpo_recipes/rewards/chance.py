@@ -1,8 +1,8 @@
 """Seed the random numbers of rewards: a call draws the same numbers in any process and after a resume.
 
-    from grpo_recipes.rewards.chance import call_seed, seed_libraries
+    from grpo_recipes.rewards.chance import make_call_seed, seed_libraries
 
-    seed_libraries(call_seed(run_seed, generation, key))
+    seed_libraries(make_call_seed(run_seed, generation, key))
 
 ``random``, ``numpy.random`` and torch are seeded, even if a call imports them itself. The operating system's sources,
 such as ``os.urandom`` or ``numpy.random.default_rng()`` without a seed, cannot be seeded.
@@ -23,16 +23,19 @@ _SEEDERS = {"numpy.random": "seed", "torch": "manual_seed"}  # module -> its see
 _seed = 0  # the current call's seed, for modules that the call imports
 
 
-def call_seed(*parts: object) -> int:
-    """Return a seed for a call from its parts, for example the run's seed and the name of the call.
+def make_call_seed(*parts: object) -> int:
+    """Hash ``parts``, for example the run's seed and the name of a call, to a seed for the call.
 
-    The same parts give the same seed in every process. It has 32 bits, numpy's limit.
+    The same parts give the same seed in every process. It has 32 bits, NumPy's limit.
     """
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:4])
 
 
 def seed_libraries(seed: int) -> None:
-    """Seed ``random``, NumPy and torch, also if they are imported later (after ``seed_later_imports``)."""
+    """Seed ``random``, and NumPy and torch if they are imported.
+
+    After a call of ``seed_later_imports``, libraries that are imported later also get this seed.
+    """
     global _seed
     _seed = seed
     random.seed(seed)
@@ -42,12 +45,15 @@ def seed_libraries(seed: int) -> None:
 
 
 def seed_later_imports() -> None:
-    """Install an import hook that seeds libraries as soon as they are imported."""
+    """Install an import hook that seeds NumPy and torch at their import with the last seed of ``seed_libraries``."""
     sys.meta_path.insert(0, _Finder())
 
 
 def _seed_module(module: ModuleType) -> None:
-    """Seed a module of ``_SEEDERS`` with the current call's seed."""
+    """Call the seeding function of ``numpy.random`` or ``torch`` with the last seed of ``seed_libraries``.
+
+    Do nothing while another thread imports the module.
+    """
     seed = getattr(module, _SEEDERS[module.__name__], None)  # None while another thread imports the module
     if seed is not None:
         seed(_seed)

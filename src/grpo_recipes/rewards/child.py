@@ -39,7 +39,7 @@ from grpo_recipes.rewards.score import (
     accepted_columns,
     call_reward,
     describe_error,
-    event_loop,
+    get_async_runner,
     load_reward,
     read_scores,
 )
@@ -70,8 +70,11 @@ _ADDED_VARIABLES = {
 }
 
 
-def child_environment(requested: Collection[str] = ()) -> dict[str, str]:
-    """Return the environment of a child: variables that programs need, without secrets, and the ``requested`` ones."""
+def make_child_environment(requested: Collection[str] = ()) -> dict[str, str]:
+    """Return the environment of a child: variables that programs need, without secrets, plus the ``requested`` ones.
+
+    GPUs are hidden, and libraries are limited to one thread.
+    """
     variables = {
         name: text
         for name, text in os.environ.items()
@@ -82,14 +85,15 @@ def child_environment(requested: Collection[str] = ()) -> dict[str, str]:
 
 
 def is_score(value: Any) -> bool:
-    """Return whether a value from a child is a number that can be a reward: finite, and not too large."""
+    """Return whether a value from a child can be a reward: a finite number that is not too large."""
     return _is_number(value) and reward_problem(value) is None
 
 
 def read_reply(line: bytes, rewards: Collection[str], valid: Callable[[Any], bool] = is_score) -> dict[str, Any]:
-    """Parse and validate a line that a child has sent. Return ``GARBLED`` if it is not a valid reply.
+    """Parse and validate a line of JSON that a child has sent: a reply ``score``, ``ready``, ``failed`` or ``died``.
 
-    ``rewards`` are the rewards that the child loads. ``valid`` checks the value of a score.
+    Return ``GARBLED``, a reply with the key ``died``, if it is not a valid reply. ``rewards`` are the rewards that the
+    child loads. ``valid`` checks the value of a score.
     """
     reply: Any = None
     with contextlib.suppress(ValueError, RecursionError):
@@ -115,16 +119,16 @@ def read_reply(line: bytes, rewards: Collection[str], valid: Callable[[Any], boo
 
 
 def _is_number(entry: Any) -> bool:
-    """Return whether a value of JSON is a number, not a boolean."""
+    """Return whether a value is an int or a float, but not a boolean."""
     return isinstance(entry, int | float) and not isinstance(entry, bool)
 
 
-def _keep() -> NoReturn:
+def _run_keeper() -> NoReturn:
     """Fork the worker, watch it until it ends or SIGTERM arrives, and then end this process.
 
-    The worker runs ``_work`` and never returns here. After its end, kill all of its remaining descendants, and send the
-    pool the reply ``died`` with the exit code or signal. After SIGTERM, which also arrives when the parent dies, kill
-    all descendants without a reply.
+    The worker runs ``_run_worker`` and never returns here. After its end, kill all of its remaining descendants, and
+    send the pool the reply ``died`` with the exit code or signal. After SIGTERM, which also arrives when the parent
+    dies, kill all descendants without a reply.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -136,7 +140,7 @@ def _keep() -> NoReturn:
     os.dup2(2, 1)
     worker = os.fork()
     if worker == 0:
-        _work(requests, replies)
+        _run_worker(requests, replies)
     os.close(requests)
     tree.OWN_CHILDREN.add(worker)
     ended_pid = 0
@@ -153,19 +157,20 @@ def _keep() -> NoReturn:
         hint = ", perhaps out of memory" if code == -signal.SIGKILL else ""
         died = f"its process died ({signal.Signals(-code).name}{hint})"
     with contextlib.suppress(BrokenPipeError):  # the parent has ended
-        _reply(replies, {"died": died})
+        _send_reply(replies, {"died": died})
     os._exit(0)
 
 
-def _reply(replies: int, message: dict[str, Any]) -> None:
+def _send_reply(replies: int, message: dict[str, Any]) -> None:
     """Write a message to the pool as a line of JSON, in one write. ``replies`` is a file descriptor."""
     os.write(replies, json.dumps(message).encode() + b"\n")
 
 
-def _work(requests: int, replies: int) -> NoReturn:
-    """Load the rewards within the limits, and answer requests until the parent closes the pipe. Never return.
+def _run_worker(requests: int, replies: int) -> NoReturn:
+    """Limit this process, load the rewards, and answer requests until the parent closes the pipe; then end the process.
 
-    If a reward can't be loaded, reply ``failed`` with the reason and end with exit code 1.
+    ``requests`` and ``replies`` are file descriptors of pipes. If a reward can't be loaded, reply ``failed`` with the
+    reason and end with exit code 1.
     """
     global _stripped
     tree.die_with_parent(os.getppid(), signal.SIGKILL)
@@ -189,23 +194,23 @@ def _work(requests: int, replies: int) -> NoReturn:
             except BaseException as error:
                 if not isinstance(error.__cause__, ConfigError):  # show the line of the user's code
                     _print_traceback()
-                _reply(replies, {"failed": _explain(str(error))})
+                _send_reply(replies, {"failed": _explain_error(str(error))})
                 os._exit(1)
         async_specs = [spec for spec, reward in rewards.items() if inspect.iscoroutinefunction(reward)]
         columns_by_spec = {spec: accepted_columns(reward) for spec, reward in rewards.items()}
-        _reply(replies, {"ready": columns_by_spec, "together": async_specs})
+        _send_reply(replies, {"ready": columns_by_spec, "together": async_specs})
         while True:
             spec, limit, rows = pickle.load(stream)
             if spec in async_specs:
-                event_loop().run(_answer_together(rewards[spec], rows, replies, limit, concurrency))
+                get_async_runner().run(_answer_concurrently(rewards[spec], rows, replies, limit, concurrency))
             else:
                 for row, columns, seed in rows:
-                    _answer(rewards[spec], row, columns, seed, replies)
+                    _answer_row(rewards[spec], row, columns, seed, replies)
     os._exit(0)
 
 
 def _limit_this_process(memory_bytes: int) -> None:
-    """Limit the private memory of this process and of each descendant, and their number.
+    """Limit the private memory of this process and of each descendant, and their number; disable core files.
 
     RLIMIT_DATA counts only private writable memory, while RLIMIT_AS also counts libraries and unused reservations.
     RLIMIT_NPROC does not limit root, so the pool counts processes too. The OOM killer chooses this process first.
@@ -224,7 +229,10 @@ def _limit_this_process(memory_bytes: int) -> None:
 
 
 def _disable_network() -> None:
-    """Cut this process off the network if the system allows it, and always reject connections made in Python."""
+    """Move this process to a namespace without network if the system allows it.
+
+    Also install an audit hook that raises PermissionError at connections from Python, except to unix sockets.
+    """
     own_user = 0 if os.geteuid() == 0 else _CLONE_NEWUSER
     ctypes.CDLL(None).unshare(_CLONE_NEWNET | own_user)  # some containers do not allow it, and then only the hook works
 
@@ -236,23 +244,28 @@ def _disable_network() -> None:
     sys.addaudithook(reject_connections)
 
 
-def _answer(reward: Reward, row: int, columns: dict[str, Any], seed: int | None, replies: int) -> None:
-    """Call the reward on one row, with random numbers from ``seed`` unless it is None, and send the score."""
+def _answer_row(reward: Reward, row: int, columns: dict[str, Any], seed: int | None, replies: int) -> None:
+    """Call a reward on one row, and send its score or the reason of its failure to the pool.
+
+    ``columns`` has one entry per argument. If ``seed`` is not None, seed the random numbers first.
+    """
     pid, start = os.getpid(), time.monotonic()
     try:
         if seed is not None:
             seed_libraries(seed)
         (score,) = call_reward(reward, {name: [entry] for name, entry in columns.items()}, 1)
     except BaseException as error:  # also SystemExit, since a reward may call anything
-        score = _score_of(error)
-    _send(replies, row, score, time.monotonic() - start, pid)
+        score = _make_unscored(error)
+    _send_score(replies, row, score, time.monotonic() - start, pid)
 
 
-async def _answer_together(
+async def _answer_concurrently(
     reward: Callable[..., Any], rows: list[tuple[int, dict[str, Any], int | None]], replies: int, limit: float,
     concurrency: int,
 ) -> None:  # fmt: skip
-    """Call an async reward on each row, ``concurrency`` at a time, ``limit`` seconds each, and reply in order.
+    """Call an async reward on each row, ``concurrency`` at a time, and send the scores to the pool in order.
+
+    A row is (index, columns, seed or None). A call that takes longer than ``limit`` seconds is unscored.
 
     Random numbers are reproducible until the first ``await`` that waits. After that, calls share the generators.
     """
@@ -261,7 +274,7 @@ async def _answer_together(
     pid, slots = os.getpid(), asyncio.Semaphore(concurrency)
 
     async def score_row(columns: dict[str, Any], seed: int | None) -> tuple[Score, float]:
-        """Return the score of one row and its seconds."""
+        """Call the reward on one row; return its score and the duration in seconds."""
         async with slots:
             start = time.monotonic()
             try:
@@ -270,17 +283,20 @@ async def _answer_together(
                 async with asyncio.timeout(limit) as time_left:
                     (score,) = read_scores(await reward(**{name: [entry] for name, entry in columns.items()}), 1)
             except BaseException as error:
-                score = Score(None, TIME_LIMIT, by_limit=True) if time_left.expired() else _score_of(error)
+                score = Score(None, TIME_LIMIT, by_limit=True) if time_left.expired() else _make_unscored(error)
             return score, time.monotonic() - start
 
     tasks = [asyncio.create_task(score_row(columns, seed)) for _, columns, seed in rows]
     for (row, *_), task in zip(rows, tasks, strict=True):
         score, seconds = await task
-        _send(replies, row, score, seconds, pid)
+        _send_score(replies, row, score, seconds, pid)
 
 
-def _score_of(error: BaseException) -> Score:
-    """Return the unscored result of a call that raised. Print the traceback for the first few calls."""
+def _make_unscored(error: BaseException) -> Score:
+    """Return a score without value for a call that raised ``error``, with the error as its reason.
+
+    Print the traceback of the first three errors, except of ConfigErrors, memory errors and failed connections.
+    """
     global _tracebacks_left
     if isinstance(error, MemoryError):
         return Score(None, "memory limit", by_limit=True)
@@ -290,20 +306,23 @@ def _score_of(error: BaseException) -> Score:
     elif _tracebacks_left > 0 and not text.startswith(NO_ANSWER):
         _tracebacks_left -= 1
         _print_traceback()
-    return Score(None, _explain(text))
+    return Score(None, _explain_error(text))
 
 
-def _send(replies: int, row: int, score: Score, seconds: float, pid: int) -> None:
-    """Send a score to the pool, and end this process if a memory limit decided it. ``pid`` is the worker's id."""
+def _send_score(replies: int, row: int, score: Score, seconds: float, pid: int) -> None:
+    """Send a score to the pool, and end this process if it reached its memory limit.
+
+    ``pid`` is the worker's id. If this is another process, which the reward forked, end it without sending.
+    """
     if os.getpid() != pid:
         os._exit(0)  # the reward forked, and its child process returned to this code
-    _reply(replies, {"score": (score.value, score.reason, seconds, score.by_limit), "row": row})
+    _send_reply(replies, {"score": (score.value, score.reason, seconds, score.by_limit), "row": row})
     if score.by_limit and score.reason != TIME_LIMIT:
         os._exit(0)  # its memory may still be full
 
 
-def _explain(text: str) -> str:
-    """Return an error text with secrets masked. If it names a variable that only the trainer has, add the fix."""
+def _explain_error(text: str) -> str:
+    """Return an error text with secrets masked, and with advice if it names a variable that only the trainer has."""
     missing = next((name for name in re.findall(r"[A-Za-z]\w{2,}", text) if name in _stripped), None)
     fix = f"; it runs isolated, without this variable: set reward_environment: [{missing}]" if missing else ""
     return _hide_secrets(text) + fix
@@ -322,4 +341,4 @@ def _print_traceback() -> None:
 
 
 if __name__ == "__main__":
-    _keep()
+    _run_keeper()

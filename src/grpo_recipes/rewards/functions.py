@@ -9,7 +9,7 @@ import math
 import re
 from typing import Any
 
-from grpo_recipes.rewards.answers import completion_text, final_text, is_correct, solution_text
+from grpo_recipes.rewards.answers import extract_final_text, format_solution, get_completion_text, is_correct
 
 _ONE_ANSWER = re.compile(r"(?:(?!</?answer>).)*<answer>(?:(?!</?answer>).)+</answer>\s*", re.DOTALL)
 
@@ -24,12 +24,13 @@ def pure_accuracy_math(
     """
     rows = zip(completions, answer, strict=True)
     return [
-        float(is_correct(final_text(completion), solution_text(gold), answer_matching)) for completion, gold in rows
+        float(is_correct(extract_final_text(completion), format_solution(gold), answer_matching))
+        for completion, gold in rows
     ]
 
 
 def environment(completions: list[Any], episode_reward: list[float | None], **_: Any) -> list[float | None]:
-    """Return the reward that the environment gave to each episode."""
+    """Return the column ``episode_reward``: the rewards that the environment gave; None for a failed episode."""
     return episode_reward
 
 
@@ -38,7 +39,7 @@ def format_tags(completions: list[Any], **_: Any) -> list[float | None]:
 
     Like all rewards that read an answer, it reads only the text after the last ``</think>``.
     """
-    return [float(_ONE_ANSWER.fullmatch(final_text(completion)) is not None) for completion in completions]
+    return [float(_ONE_ANSWER.fullmatch(extract_final_text(completion)) is not None) for completion in completions]
 
 
 def cosine_length(
@@ -84,7 +85,7 @@ def repetition_penalty(
     """
     rewards: list[float | None] = []
     for completion in completions:
-        words = completion_text(completion).lower().split()
+        words = get_completion_text(completion).lower().split()
         n_grams = list(zip(*(words[start:] for start in range(repetition_n_grams)), strict=False))
         repeated = 1 - len(set(n_grams)) / len(n_grams) if n_grams else 0.0
         rewards.append(repeated * repetition_max_penalty)

@@ -3,7 +3,7 @@
 A built-in reward is a plain function. User rewards, and built-in rewards that may run forever, are ``RewardWrapper``s,
 which know why a completion is unscored.
 
-    with lent_rewards(settings, run_dir) as rewards:
+    with open_rewards(settings, run_dir) as rewards:
         values = rewards[0](completions, answer=answers)
 """
 
@@ -22,7 +22,7 @@ from grpo_recipes.paths import display_path
 from grpo_recipes.recipe.datafiles import LIVE_OBJECTS, solution_names
 from grpo_recipes.recipe.registry import SOURCE_REWARD, rewards_in_children
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, copy_path, copy_source, source_path, split_spec
-from grpo_recipes.rewards.chance import call_seed
+from grpo_recipes.rewards.chance import make_call_seed
 from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import (
     Reward,
@@ -36,11 +36,11 @@ from grpo_recipes.rewards.score import (
 from grpo_recipes.runs.rundir import cut_damaged_end, load_json_mapping, write_atomically
 
 
-def keep_rewards(names: Sequence[str], run_dir: Path, update: bool = False) -> list[str]:
-    """Copy the files of the user rewards in ``names`` to ``<run>/rewards``, once per run.
+def copy_reward_files(names: Sequence[str], run_dir: Path, update: bool = False) -> list[str]:
+    """Copy the files of the user rewards in ``names`` to ``rewards/`` in the run directory; keep existing copies.
 
-    With ``update``, a changed file replaces its copy, and the old copy gets another name. Return a note for each file
-    that is gone, that differs from the copy, or that replaces the copy.
+    With ``update``, a changed file replaces its copy, and the old copy gets another name. Return a note for the user
+    for each file that is gone, that differs from its copy, or that replaced its copy; [] if there is none.
     """
     notes = []
     changed = changed_copies(filter(is_user_reward, names), run_dir / REWARD_COPIES) if update else []
@@ -74,11 +74,11 @@ def load_rewards(
     User rewards and built-in rewards that may run forever are called in the child processes of a pool, which is started
     here. With ``reward_isolation: none``, user rewards are called in this process. ``script_args`` and ``args`` are the
     recipe's configs. ``run_dir`` gets copies of the files of user rewards, and records of scores that a limit decided.
-    ``left_out`` has the columns that rewards do not get, with the reasons. Raise ConfigError if a file does not exist,
-    and RewardFailed if a reward cannot be loaded.
+    ``left_out`` maps columns that rewards do not get to the reasons. Raise ConfigError if a file does not exist, and
+    RewardFailed if a reward cannot be loaded.
     """
     names, copies = script_args.reward_funcs, run_dir / REWARD_COPIES
-    keep_rewards(names, run_dir)
+    copy_reward_files(names, run_dir)
     isolates_user_rewards = script_args.reward_isolation == "completion"
     unbounded = rewards_in_children()
     isolated = [
@@ -118,10 +118,10 @@ def load_rewards(
 
 
 @contextlib.contextmanager
-def lent_rewards(
+def open_rewards(
     settings: Any, run_dir: Path, left_out: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[list[Reward]]:
-    """Load a recipe's rewards, yield them, and end their child processes after the block.
+    """Load a recipe's rewards for a ``with`` block, and end their child processes after it.
 
     ``settings`` has the recipe keys as attributes. ``left_out`` has the columns that rewards do not get, with the
     reasons. ``run_dir`` gets the files that ``load_rewards`` writes.
@@ -136,10 +136,11 @@ def lent_rewards(
 
 
 class IsolatedReward(RewardWrapper):
-    """A reward of a pool, called once for equal arguments, and not again if a limit decided its score earlier.
+    """A reward that TRL calls like a function, and that runs in the child processes of a ``RewardPool``.
 
-    ``code`` is a hash of the user's code, since an earlier outcome is not valid for changed code. ``run_seed`` and the
-    generation determine the random numbers of a call.
+    Rows with equal arguments share one call. A call is not repeated if a limit decided its score before a resume
+    (``LimitRecords``). ``code`` is a hash of the user's code, since such a record is not valid for changed code.
+    ``run_seed`` and the generation determine the random numbers of a call.
     """
 
     def __init__(
@@ -152,18 +153,21 @@ class IsolatedReward(RewardWrapper):
         self._watch: Callable[[], bool] | None = None
 
     def watch_calls(self, watch: Callable[[], bool]) -> None:
-        """Set the function that decides during calls whether to give up, instead of ``stop``.
+        """Set a function that the pool calls a few times per second during calls; if it returns True, no more rows run.
 
-        The pool calls ``watch`` a few times per second.
+        It replaces the run's stop request (``stop``).
         """
         self._watch = watch
 
-    def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
-        """Return the score of each row, in order. Equal rows share a call, and recorded scores are reused."""
+    def _score_batch(self, rows: int, columns: dict[str, Any]) -> list[Score]:
+        """Score the rows in the pool and return their scores in order; record scores that a limit decided.
+
+        Equal rows share a call, and recorded scores are reused. ``rows`` is the number of rows.
+        """
         plain = {name: values for name, values in columns.items() if name not in LIVE_OBJECTS}
         arguments = select_columns(plain, self.pool.accepted[self.spec])
         keys = [
-            key_of(self._identity, {name: values[row] for name, values in arguments.items()}) for row in range(rows)
+            hash_call(self._identity, {name: values[row] for name, values in arguments.items()}) for row in range(rows)
         ]
         first_rows: dict[str, int] = {}
         first_equal_row = [row if key is None else first_rows.setdefault(key, row) for row, key in enumerate(keys)]
@@ -171,7 +175,7 @@ class IsolatedReward(RewardWrapper):
         scores = {row: score for row, score in recorded.items() if score is not None}
         new_rows = [row for row, score in recorded.items() if score is None]
         # A call's seed depends on its arguments, not on its order: equal rows share a call, and calls are repeated.
-        seeds = [call_seed(self._run_seed, self.generation, self.spec, keys[row] or row) for row in new_rows]
+        seeds = [make_call_seed(self._run_seed, self.generation, self.spec, keys[row] or row) for row in new_rows]
         columns = {name: [values[row] for row in new_rows] for name, values in arguments.items()}
         completions = columns.pop("completions")
         stopped = self._watch or (self.stop.cuts if self.stop else lambda: False)
@@ -183,12 +187,12 @@ class IsolatedReward(RewardWrapper):
 
 
 class EpisodeReward(RewardWrapper):
-    """The reward that an environment gave to an episode. The row is unscored if its environment failed."""
+    """The reward that an environment gave to an episode, as a reward for TRL; unscored if the environment failed."""
 
     def __init__(self) -> None:
         super().__init__(make_reward(SOURCE_REWARD), SOURCE_REWARD, SOURCE_REWARD)
 
-    def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
+    def _score_batch(self, rows: int, columns: dict[str, Any]) -> list[Score]:
         """Return the environment's reward of each row, or unscored for the reason in the column ``episode_failed``."""
         values = self._function(**columns)
         return [Score(value, reason) for value, reason in zip(values, columns["episode_failed"], strict=True)]
@@ -214,17 +218,14 @@ class LimitRecords:
     def find(self, key: str | None, generation: int) -> Score | None:
         """Return the recorded score of a call if its record is from this or an earlier generation, else None.
 
-        ``key`` is a result of ``key_of``. For None there is no record. The score has no value, only the reason of the
-        limit, and is marked as replayed.
+        ``key`` is a result of ``hash_call``. For None there is no record. The score has no value, only the reason of
+        the limit, and is marked as replayed.
         """
         recorded_in, reason = self._records.get(key or "", (generation + 1, ""))
         return Score(None, reason, by_limit=True, replayed=True) if recorded_in <= generation else None
 
     def add(self, key: str | None, generation: int, score: Score) -> None:
-        """Append a score to the file if a limit decided it. Ignore other scores, and calls with the key None.
-
-        The record is on disk before the update that uses the score.
-        """
+        """Write a score to the file if a limit decided it; ignore other scores, and calls with the key None."""
         if key is None or not score.by_limit or score.reason is None:
             return
         self._records[key] = (generation, score.reason)
@@ -233,10 +234,10 @@ class LimitRecords:
             file.write(json.dumps({"key": key, "generation": generation, "reason": score.reason}) + "\n")
 
 
-def key_of(reward: Sequence[Any], arguments: dict[str, Any]) -> str | None:
-    """Return a hash of a call's arguments, its reward and the limits, which together determine the score.
+def hash_call(reward: Sequence[Any], arguments: dict[str, Any]) -> str | None:
+    """Return a hash of ``reward`` (its name, code and limits) and the arguments of a call, which determine its score.
 
-    Return None if an argument is not plain data, since it has no stable hash.
+    Return None if an argument can't be converted to JSON, since it has no stable hash.
     """
     with contextlib.suppress(TypeError, ValueError):
         return hashlib.sha256(json.dumps([*reward, arguments], sort_keys=True).encode()).hexdigest()[:32]

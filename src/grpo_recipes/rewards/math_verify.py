@@ -52,115 +52,133 @@ def math_verify(completions: list[Any], answer: list[Any], **_: Any) -> list[flo
     be read and the answer is not the same text.
     """
     rows = zip(completions, answer, strict=True)
-    return [_score(answers.final_text(completion), answers.solution_text(gold)) for completion, gold in rows]
+    return [
+        _score_text(answers.extract_final_text(completion), answers.format_solution(gold)) for completion, gold in rows
+    ]
 
 
-def _score(text: str, solution: str) -> float | None:
-    """Return 1.0 or 0.0 for a completion's text, or None if the solution cannot be read and is not the same text."""
-    answer, gold = answers.last_answer(text), answers.reference_answer(solution)
-    answer = answers.last_boxed(text) if answer is None else answer
-    if answer is not None and (answers.is_same_answer(answer, solution) or equal(answer, gold)):
+def _score_text(text: str, solution: str) -> float | None:
+    """Return 1.0 if the answer in ``text`` equals the reference solution, otherwise 0.0.
+
+    Return None instead of 0.0 if the reference solution cannot be read.
+    """
+    answer, gold = answers.extract_last_answer(text), answers.extract_reference_answer(solution)
+    answer = answers.extract_last_boxed(text) if answer is None else answer
+    if answer is not None and (answers.is_same_answer(answer, solution) or is_equal_answer(answer, gold)):
         return 1.0
-    return 0.0 if _readable(answers.normalize(gold)) else None
+    return 0.0 if _is_readable(answers.normalize(gold)) else None
 
 
-def equal(answer: str, gold: str) -> bool:
-    """Return whether two answers are equal as text, by value or as mathematics."""
+def is_equal_answer(answer: str, gold: str) -> bool:
+    """Return whether two answers are equal as text, by value, as lists or options, or as mathematics by sympy."""
     if answers.is_same_answer(answer, gold):
         return True
     gold_form, answer_form = answers.normalize(gold), answers.normalize(answer)
     if _is_text(gold_form):
         return False
-    return answers.are_equal(gold_form, answer_form, _equal_items) or answers.is_same_choice(answer, gold, equal)
+    return answers.are_equal(gold_form, answer_form, _are_equal_items) or answers.is_same_choice(
+        answer, gold, is_equal_answer
+    )
 
 
-def _readable(answer: answers.Answer) -> bool:
+def _is_readable(answer: answers.Answer) -> bool:
     """Return whether an answer, with each of its items, is a number, words, or mathematics that sympy can parse."""
     if isinstance(answer.value, tuple):
-        return all(map(_readable, answer.value))
-    return not isinstance(answer.value, str) or _is_text(answer) or bool(_parsed(answer.value))
+        return all(map(_is_readable, answer.value))
+    return not isinstance(answer.value, str) or _is_text(answer) or bool(_parse_expression(answer.value))
 
 
 def _is_text(answer: answers.Answer) -> bool:
     """Return whether the answer is words or a time of day, which is not mathematics."""
-    return _has_words(answer) or _TIME.fullmatch(_latex(answer)) is not None
+    return _has_words(answer) or _TIME.fullmatch(_write_latex(answer)) is not None
 
 
 def _has_words(answer: answers.Answer) -> bool:
     """Return whether an answer contains a word that is not a name in mathematics, such as ``sqrt``."""
-    return any(word not in KNOWN_WORDS for word in _WORD.findall(_COMMAND.sub(" ", _latex(answer))))
+    return any(word not in KNOWN_WORDS for word in _WORD.findall(_COMMAND.sub(" ", _write_latex(answer))))
 
 
-def _equal_items(gold: answers.Answer, answer: answers.Answer) -> bool:
-    """Return whether two answers are equal by value or as mathematics. At most one of them is a list of items."""
+def _are_equal_items(gold: answers.Answer, answer: answers.Answer) -> bool:
+    """Return whether two answers are equal by value, as intervals or inequalities, or as mathematics.
+
+    At most one of them is a list of items.
+    """
     if answers.have_equal_values(gold, answer):
         return True
     if gold.unit and answer.unit and gold.unit != answer.unit:
         return False
     if gold.word or answer.word:
-        sets = _solutions(gold), _solutions(answer)
+        sets = _find_solution_set(gold), _find_solution_set(answer)
         return None not in sets and sets[0] == sets[1]
     if not (isinstance(gold.value, str) or isinstance(answer.value, str)):
         return False
-    return not _has_words(answer) and _equal(_with_variable(gold, answer), _with_variable(answer, gold))
+    return not _has_words(answer) and _are_equal_latex(
+        _write_with_variable(gold, answer), _write_with_variable(answer, gold)
+    )
 
 
-def _solutions(answer: answers.Answer) -> Any:
+def _find_solution_set(answer: answers.Answer) -> Any:
     """Return the sympy set of an interval, an inequality, or several inequalities joined by ``and`` or ``or``.
 
     Return None for other answers, and for relations that sympy cannot solve.
     """
     if isinstance(answer.value, tuple) and answer.word:
-        sets = [_solutions(item) for item in answer.value]
+        sets = [_find_solution_set(item) for item in answer.value]
         if None not in sets:
             return sympy.Union(*sets) if answer.word == "or" else sympy.Intersection(*sets)
-    (parsed,) = _parsed(_latex(answer)) or (None,)
+    (parsed,) = _parse_expression(_write_latex(answer)) or (None,)
     with contextlib.suppress(Exception):  # sympy raises any exception on relations that it cannot solve
         return parsed if isinstance(parsed, sympy.Set) else parsed.as_set()
     return None
 
 
-def _with_variable(answer: answers.Answer, compared: answers.Answer) -> str:
-    """Return an answer as LaTeX, with its variable if the compared answer has another: ``y=2x`` is not ``x=2x``."""
+def _write_with_variable(answer: answers.Answer, compared: answers.Answer) -> str:
+    """Return an answer as LaTeX, with ``VARIABLE=`` before it only if the compared answer has another variable.
+
+    Then ``y=2x`` does not equal ``x=2x``. A tuple is written as a matrix if the compared answer is one.
+    """
     is_equation = compared.variable or (isinstance(compared.value, str) and "=" in compared.value)
     needs_variable = answer.variable and is_equation and compared.variable != answer.variable
-    latex = _matrix(answer, str(compared.value)) or _latex(answer)
+    latex = _write_matrix(answer, str(compared.value)) or _write_latex(answer)
     return f"{answer.variable}={latex}" if needs_variable else latex
 
 
-def _matrix(answer: answers.Answer, compared: str) -> str | None:
-    """Return a tuple as a LaTeX matrix if ``compared`` is one, else None. ``[[1, 2], [3, 4]]`` has two rows."""
+def _write_matrix(answer: answers.Answer, compared: str) -> str | None:
+    r"""Return a tuple as a LaTeX matrix if ``compared`` is a matrix in LaTeX, else None.
+
+    ``[[1, 2], [3, 4]]`` becomes two rows.
+    """
     if "matrix}" not in compared or not isinstance(answer.value, tuple) or answer.brackets not in ("()", "[]"):
         return None
-    rows = [_latex(replace(item, brackets="")).replace(", ", "&") for item in answer.value]
+    rows = [_write_latex(replace(item, brackets="")).replace(", ", "&") for item in answer.value]
     separator = r"\\" if r"\\" in compared else "&"
     return rf"\begin{{pmatrix}}{separator.join(rows)}\end{{pmatrix}}"
 
 
 @functools.lru_cache(maxsize=1024)  # completions of one prompt often agree
-def _equal(gold: str, answer: str) -> bool:
-    """Return whether two LaTeX expressions are equal by math-verify. False if one can't be read or compared.
+def _are_equal_latex(gold: str, answer: str) -> bool:
+    """Return whether two LaTeX expressions are equal by math-verify; False if one can't be parsed or compared.
 
     Equations such as ``x = 1/2 = 0.5`` are compared by their last side if possible. MemoryError is raised, because it
     leaves the completion unscored.
     """
     # The value of a chain such as 3+5=8 is its last step. Its other numbers must equal that value: 41=42 is wrong.
     *earlier, last = _EQUALS.split(gold)
-    if len(earlier) > 1 or (earlier and _constant(earlier[0]) and _constant(last)):
+    if len(earlier) > 1 or (earlier and _is_constant(earlier[0]) and _is_constant(last)):
         gold, earlier = last, []
     *steps, last = _EQUALS.split(answer)
     if steps and not earlier:
         answer = last
-        if not all(_equal(answer, step) for step in steps if _constant(step)):
+        if not all(_are_equal_latex(answer, step) for step in steps if _is_constant(step)):
             return False
     try:
-        parsed_gold, parsed_answer = _parsed(gold), _parsed(answer)
+        parsed_gold, parsed_answer = _parse_expression(gold), _parse_expression(answer)
         if not (parsed_gold and parsed_answer):
             return False
         first, second = parsed_gold[0], parsed_answer[0]
-        if _differ(first, second):
+        if _surely_differ(first, second):
             return False
-        if isinstance(first, sympy.Expr) and isinstance(second, sympy.Expr) and _infinite(first, second):
+        if isinstance(first, sympy.Expr) and isinstance(second, sympy.Expr) and _contain_infinity(first, second):
             first_value, second_value = first.doit(), second.doit()
             return bool(first_value == second_value != sympy.nan)
         is_equal: bool = verify(
@@ -177,21 +195,24 @@ def _equal(gold: str, answer: str) -> bool:
         return False
 
 
-def _constant(latex: str) -> bool:
-    """Return whether an expression can be parsed and has no variables."""
-    parsed = _parsed(latex)
+def _is_constant(latex: str) -> bool:
+    """Return whether sympy can parse a LaTeX expression and it has no variables."""
+    parsed = _parse_expression(latex)
     return bool(parsed) and isinstance(parsed[0], sympy.Expr) and not parsed[0].free_symbols
 
 
-def _infinite(first: sympy.Expr, second: sympy.Expr) -> bool:
-    """Return whether one of two expressions without variables contains infinity. sympy may call such numbers equal."""
+def _contain_infinity(first: sympy.Expr, second: sympy.Expr) -> bool:
+    """Return whether two expressions have no variables and one of them contains infinity or nan.
+
+    The library may find such expressions equal although they differ.
+    """
     return not (first.free_symbols or second.free_symbols) and (first.has(*_INFINITE) or second.has(*_INFINITE))
 
 
-def _differ(first: Any, second: Any) -> bool:
-    """Return whether two expressions certainly differ: by their values at one point. False if that is not certain.
+def _surely_differ(first: Any, second: Any) -> bool:
+    """Return whether two expressions have different values at one arbitrary point; False if that can't be computed.
 
-    This is much faster than sympy, which would try every way to make them equal.
+    This is much faster than a comparison by sympy, which would try many transformations.
     """
     if not (isinstance(first, sympy.Expr) and isinstance(second, sympy.Expr)):
         return False
@@ -205,34 +226,34 @@ def _differ(first: Any, second: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _parsed(text: str) -> tuple[Any, ...]:
-    """Parse an answer to a sympy object, in a tuple that is empty if the answer cannot be parsed."""
+def _parse_expression(text: str) -> tuple[Any, ...]:
+    """Parse an answer to a sympy object; return a tuple with it, or () if the answer cannot be parsed."""
     try:
         latex = normalize_latex(to_latex(text), _NORMALIZATION)
         if _SIDE_BY_SIDE.search(latex):
             return ()
         is_real = not should_treat_as_complex(latex)
-        return (_exact(latex2sympy(latex, is_real=is_real, convert_degrees=False, normalization_config=None)),)
+        return (_make_exact(latex2sympy(latex, is_real=is_real, convert_degrees=False, normalization_config=None)),)
     except MemoryError:
         raise
     except Exception:  # the parser raises any exception, RecursionError included
         return ()
 
 
-def _exact(parsed: Any) -> Any:
-    """Return parsed mathematics with exact decimals and the imaginary unit, unless ``i`` is a running index."""
+def _make_exact(parsed: Any) -> Any:
+    """Replace decimals by exact fractions, and the symbol ``i`` by the imaginary unit except in sums and products."""
     numbers: dict[Any, Any] = {number: sympy.Rational(str(number)) for number in parsed.atoms(sympy.Float)}
     if not parsed.has(sympy.Sum, sympy.Product):
         numbers |= {symbol: sympy.I for symbol in parsed.free_symbols if symbol.name == "i"}
     return parsed.xreplace(numbers) if numbers else parsed
 
 
-def _latex(answer: answers.Answer) -> str:
+def _write_latex(answer: answers.Answer) -> str:
     """Return an answer as LaTeX, without its unit and variable."""
     value = answer.value
     if isinstance(value, tuple):
         first, last = (rf"\{bracket}" if bracket in ("{", "}") else bracket for bracket in answer.brackets or ("", ""))
-        return first + ", ".join(map(_latex, value)) + last
+        return first + ", ".join(map(_write_latex, value)) + last
     if isinstance(value, Fraction) and value.denominator != 1:
         return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
     return str(value)

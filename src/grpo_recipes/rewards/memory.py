@@ -2,12 +2,12 @@
 
 The kernel only limits the private memory of each process (``RLIMIT_DATA``, set in ``child``). Therefore
 ``mount_own_shared_memory`` gives the child its own ``/dev/shm`` of limited size, which ends with the child. The pool
-stops a child if ``memory_of`` exceeds the limit. It counts private and shared memory, memfd files, and files in
+stops a child if ``measure_memory`` exceeds the limit. It counts private and shared memory, memfd files, and files in
 ``/dev/shm``.
 
-    from grpo_recipes.rewards.memory import memory_of
+    from grpo_recipes.rewards.memory import measure_memory
 
-    memory_of(tree.descendants(pid))  # bytes
+    measure_memory(tree.descendants(pid))  # bytes
 """
 
 from __future__ import annotations
@@ -26,22 +26,25 @@ _RECURSIVE, _PRIVATE, _NO_SUID, _NO_DEVICES = 1 << 14, 1 << 18, 2, 4
 
 
 def mount_own_shared_memory(most_bytes: int) -> None:
-    """Give this process its own empty ``/dev/shm`` of at most ``most_bytes``, if the system allows it.
+    """Mount an empty ``/dev/shm`` of at most ``most_bytes`` that only this process and its descendants see.
 
-    Otherwise change nothing. This process must have a single thread.
+    If the system does not allow it, change nothing. This process must have a single thread.
     """
     probe = os.fork()  # a child tries first: a partial failure would leave this process in another user namespace
     if probe == 0:
         code = 1
         with contextlib.suppress(OSError):
-            code = 0 if _mounted(most_bytes) else 1
+            code = 0 if _try_mount(most_bytes) else 1
         os._exit(code)
     if os.waitstatus_to_exitcode(os.waitpid(probe, 0)[1]) == 0:
-        _mounted(most_bytes)
+        _try_mount(most_bytes)
 
 
-def _mounted(most_bytes: int) -> bool:
-    """Mount an empty ``/dev/shm`` in new namespaces of this process. Return False at the first call that fails."""
+def _try_mount(most_bytes: int) -> bool:
+    """Move this process to new namespaces and mount an empty ``/dev/shm`` there; return whether all calls succeeded.
+
+    A failure may leave the process in new namespaces without the mount.
+    """
     libc, user, group = ctypes.CDLL(None), os.geteuid(), os.getegid()
     if libc.unshare(_NEW_MOUNTS | _NEW_IPC | (_NEW_USER if user else 0)) != 0:
         return False
@@ -55,8 +58,11 @@ def _mounted(most_bytes: int) -> bool:
     return bool(libc.mount(b"tmpfs", _SHARED_MEMORY.encode(), b"tmpfs", flags, options) == 0)
 
 
-def memory_of(processes: Sequence[psutil.Process]) -> int:
-    """Return the total bytes of memory of processes, counting a page once if several of them map it."""
+def measure_memory(processes: Sequence[psutil.Process]) -> int:
+    """Return the bytes of memory that processes use in total, private and shared; a shared page counts once.
+
+    It includes their open memfd files and their files in ``/dev/shm``. Ended processes count as 0.
+    """
     private = mapped = 0
     files: dict[tuple[int, int], int] = {}
     for process in processes:
@@ -66,15 +72,18 @@ def memory_of(processes: Sequence[psutil.Process]) -> int:
             sizes = {name: int(value.split()[0]) << 10 for name, _, value in fields}
             mapped += sizes.get("Pss_Shmem", 0)
             private += sizes["Pss"] - sizes.get("Pss_Shmem", 0)
-            files |= _open_shared_files(process.pid)
-    own_folder_size = max((_own_folder_size(process.pid) for process in processes), default=0)
+            files |= _measure_open_files(process.pid)
+    own_folder_size = max((_measure_own_folder(process.pid) for process in processes), default=0)
     # Pages of open files may also be mapped: adding both would count them twice.
     return private + max(mapped, sum(files.values()) + own_folder_size)
 
 
-def _open_shared_files(pid: int) -> dict[tuple[int, int], int]:
-    """Return the bytes of a process's open memfd files and of open files in the machine's ``/dev/shm``, by file id."""
-    sizes, uses_machine_folder = {}, not _own_folder_size(pid)
+def _measure_open_files(pid: int) -> dict[tuple[int, int], int]:
+    """Return the size in bytes of each open memfd file of a process, by (device, inode).
+
+    Open files in ``/dev/shm`` are included if the process uses the machine's ``/dev/shm``, not its own.
+    """
+    sizes, uses_machine_folder = {}, not _measure_own_folder(pid)
     for entry in os.scandir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):  # closed in the meantime
             target = os.readlink(entry.path)
@@ -84,8 +93,8 @@ def _open_shared_files(pid: int) -> dict[tuple[int, int], int]:
     return sizes
 
 
-def _own_folder_size(pid: int) -> int:
-    """Return the bytes used in a process's own ``/dev/shm``. 0 if it uses the machine's, or has ended."""
+def _measure_own_folder(pid: int) -> int:
+    """Return the bytes used in a process's own ``/dev/shm``, or 0 if it uses the machine's or has ended."""
     with contextlib.suppress(OSError):
         folder = f"/proc/{pid}/root{_SHARED_MEMORY}"
         if os.stat(folder).st_dev != os.stat(_SHARED_MEMORY).st_dev:

@@ -1,11 +1,11 @@
 r"""Normalize the notation of answers: LaTeX, Unicode, plain-text mathematics and Markdown.
 
-``clean`` prepares an answer for the exact comparison (``answers``), and ``to_latex`` prepares an expression for the
-parser of math-verify. Both are pure text functions.
+``clean_answer`` prepares an answer for the exact comparison (``answers``), and ``to_latex`` prepares an expression for
+the parser of math-verify. Both are pure text functions.
 
-    from grpo_recipes.rewards.notation import clean, to_latex
+    from grpo_recipes.rewards.notation import clean_answer, to_latex
 
-    clean(r"The answer is $\boxed{½}$.")  # r"\frac{1}{2}"
+    clean_answer(r"The answer is $\boxed{½}$.")  # r"\frac{1}{2}"
     to_latex("2*sqrt(3)/2 + pi^10")  # r"2\cdot \sqrt{3}/2 + \pi ^{10}"
 """
 
@@ -96,32 +96,32 @@ _LEAD_IN = re.compile(
 )
 
 
-def clean(text: str) -> str:
+def clean_answer(text: str) -> str:
     """Return an answer without formula signs, boxes, bold marks, introduction and final full stop.
 
     Unicode signs become LaTeX, and repeating decimals become fractions.
     """
     if not text.isascii():
-        text = _without_unicode(text)
+        text = _replace_unicode(text)
     latex = "\\" in text
     if latex and r"\\" in text and r"\begin" not in text:
         text = _DOUBLED.sub("", text)
     if latex or "{" in text:
-        text = _GROUPED_IN_LATEX.sub(lambda match: _NO_DIGITS.sub("", match[0]), _without_commands(text))
+        text = _GROUPED_IN_LATEX.sub(lambda match: _NO_DIGITS.sub("", match[0]), _unwrap_commands(text))
     for needed, pattern, replacement in _ALL_REWRITES if latex else _REWRITES:
         if needed in text:
             text = pattern.sub(replacement, text)
     if "." in text and ("\\" in text or "..." in text or text.endswith(")")):
-        text = _REPEATING.sub(_repeating_fraction, text)
+        text = _REPEATING.sub(_convert_repeating_decimal, text)
     if text[:1] in _QUOTES:
         text = _QUOTED.sub(r"\2", text)
     text = " ".join(_LINES.sub(", ", text).split())
     introduction = _LEAD_IN.match(text)
     text = text[introduction.end() :] if introduction else text
-    return without_braces((text if text.endswith("..") else text.removesuffix(".")).strip())
+    return strip_braces((text if text.endswith("..") else text.removesuffix(".")).strip())
 
 
-def _repeating_fraction(match: re.Match[str]) -> str:
+def _convert_repeating_decimal(match: re.Match[str]) -> str:
     r"""Return the exact LaTeX fraction of a repeating decimal that ``_REPEATING`` matched: ``0.(3)`` as ``3/9``."""
     block = match["block"] or match["digit"] or match["bracketed"] or match["repeated"] or match["pattern"]
     start = match["whole"] + match["fixed"]
@@ -129,30 +129,33 @@ def _repeating_fraction(match: re.Match[str]) -> str:
     return rf"\frac{{{above}}}{{{'9' * len(block)}{'0' * len(match['fixed'])}}}"
 
 
-def _without_unicode(text: str) -> str:
-    """Replace mathematical characters by LaTeX: ``½ √2 x²`` and so on."""
+def _replace_unicode(text: str) -> str:
+    r"""Replace Unicode mathematics by LaTeX: ``½`` becomes ``\frac{1}{2}``, ``π`` becomes ``\pi``, ``x²`` ``x^{2}``."""
     for pattern, sign, plain in _SCRIPTS:
-        text = pattern.sub(functools.partial(_script_in_braces, sign, plain), text)
+        text = pattern.sub(functools.partial(_replace_scripts, sign, plain), text)
     return text.translate(_CHARACTERS)
 
 
-def _script_in_braces(sign: str, plain: dict[int, int], match: re.Match[str]) -> str:
-    """Return raised or lowered characters as LaTeX: ``²`` as ``^{2}``. ``plain`` maps them to plain ones."""
+def _replace_scripts(sign: str, plain: dict[int, int], match: re.Match[str]) -> str:
+    """Return the matched raised or lowered characters as LaTeX: ``²`` as ``^{2}``, ``₁₀`` as ``_{10}``.
+
+    ``sign`` is ``^`` or ``_``, and ``plain`` maps each character to its plain form.
+    """
     return f"{sign}{{{match[0].translate(plain)}}}"
 
 
-def without_braces(text: str) -> str:
-    """Remove braces around a whole text."""
-    while text.startswith("{") and closing_brace(text, 0) == len(text) - 1:
+def strip_braces(text: str) -> str:
+    """Remove each pair of braces that surrounds the whole text: ``5`` for ``{{5}}``."""
+    while text.startswith("{") and find_closing_brace(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
     return text
 
 
-def _without_commands(text: str) -> str:
+def _unwrap_commands(text: str) -> str:
     r"""Replace ``\boxed{…}``, ``\text{…}`` and similar commands by their content, which may contain braces."""
     text, start = _BARE_BOX.sub(" ", text) if "box" in text else text, 0
     while match := _COMMANDS.search(text, start):
-        end = closing_brace(text, match.end() - 1)
+        end = find_closing_brace(text, match.end() - 1)
         if end < 0:
             start = match.end()
             continue
@@ -163,12 +166,12 @@ def _without_commands(text: str) -> str:
     return text
 
 
-def closing_brace(text: str, start: int) -> int:
+def find_closing_brace(text: str, start: int) -> int:
     """Return the index of the brace that closes the first brace at or after ``start``. -1 if there is none."""
-    return closing(text, start, "{}")
+    return find_closing_bracket(text, start, "{}")
 
 
-def closing(text: str, start: int, brackets: str) -> int:
+def find_closing_bracket(text: str, start: int, brackets: str) -> int:
     """Return the index of the bracket that closes the first bracket at or after ``start``. -1 if there is none.
 
     ``brackets`` is the pair to search, for example ``"{}"``.
@@ -212,79 +215,84 @@ def to_latex(text: str) -> str:
     while index < len(text):
         token = _TOKEN.match(text, index)
         assert token is not None
-        part, index = _rewritten(token[0], text, token.end(), parts)
+        part, index = _translate_token(token[0], text, token.end(), parts)
         parts.append(part)
     return _POWER_PRODUCT.sub(r"\1\\cdot ", "".join(parts))
 
 
-def _rewritten(token: str, text: str, end: int, before: list[str]) -> tuple[str, int]:
-    """Return the LaTeX of a token with its arguments, and the index in ``text`` after them.
+def _translate_token(token: str, text: str, end: int, before: list[str]) -> tuple[str, int]:
+    """Translate a token and its arguments to LaTeX; return it with the index in ``text`` after them.
 
-    ``end`` is the index after the token, and ``before`` has the LaTeX of earlier tokens.
+    A token is for example a word, a sign, a number or a LaTeX command; a token without a rule is unchanged. ``end`` is
+    the index after the token, and ``before`` has the LaTeX of earlier tokens.
     """
     name = _OTHER_NAMES.get(token.lstrip("\\"), token.lstrip("\\"))
     if name in ("sqrt", "cbrt"):
-        return _root(name, text, end)
+        return _translate_root(name, text, end)
     if name == "frac" and token != name:
-        above, end = _argument(text, end)
-        below, end = _argument(text, end)
+        above, end = _translate_argument(text, end)
+        below, end = _translate_argument(text, end)
         return rf"\frac{{{above}}}{{{below}}}", end
     if name in _FUNCTIONS and (token != name or _ARGUMENT_START.match(text, end)):
-        return _function(name, text, end)
-    if token in _AROUND and text.startswith("(", end) and (close := closing(text, end, "()")) > 0:
+        return _translate_function(name, text, end)
+    if token in _AROUND and text.startswith("(", end) and (close := find_closing_bracket(text, end, "()")) > 0:
         return to_latex(text[end + 1 : close]).join(_AROUND[token]), close + 1
     if token in ("^", "**", "_"):
-        return _script("^" if token == "**" else token, text, end)
+        return _translate_script("^" if token == "**" else token, text, end)
     if token == "U" and before and "".join(before).rstrip().endswith((")", "]", "}")):
         return r"\cup ", end
     return _CONSTANTS.get(token, _SIGNS.get(token, token)), end
 
 
-def _argument(text: str, start: int) -> tuple[str, int]:
-    """Return a command's argument as LaTeX (``{…}``, ``(…)``, a number, letter or command), and the index after it."""
+def _translate_argument(text: str, start: int) -> tuple[str, int]:
+    """Translate the argument at ``start`` to LaTeX, without its brackets; return it with the index after it.
+
+    An argument is ``{…}``, ``(…)``, a number, a letter or a command. If there is none, return "" and ``start``.
+    """
     start += len(text[start:]) - len(text[start:].lstrip())
     for brackets in ("{}", "()"):
-        if text.startswith(brackets[0], start) and (close := closing(text, start, brackets)) > 0:
+        if text.startswith(brackets[0], start) and (close := find_closing_bracket(text, start, brackets)) > 0:
             return to_latex(text[start + 1 : close]), close + 1
     piece = _PIECE.match(text, start)
     if piece is None:
         return "", start
-    return _rewritten(piece[1], text, piece.end(), [])
+    return _translate_token(piece[1], text, piece.end(), [])
 
 
-def _root(name: str, text: str, end: int) -> tuple[str, int]:
-    """Return a root (``sqrt`` or ``cbrt``) with its degree and radicand as LaTeX, and the index after it.
+def _translate_root(name: str, text: str, end: int) -> tuple[str, int]:
+    r"""Translate a root to LaTeX; return it with the index after it: ``\sqrt[3]{x}`` for ``cbrt(x)``.
 
-    ``end`` is the index after the name.
+    ``name`` is ``sqrt`` or ``cbrt``, and ``end`` the index in ``text`` after it.
     """
     degree = "[3]" if name == "cbrt" else ""
-    if text.startswith("[", end) and (close := closing(text, end, "[]")) > 0:
+    if text.startswith("[", end) and (close := find_closing_bracket(text, end, "[]")) > 0:
         degree, end = text[end : close + 1], close + 1
-    radicand, end = _argument(text, end)
+    radicand, end = _translate_argument(text, end)
     return rf"\sqrt{degree}{{{radicand}}}", end
 
 
-def _script(sign: str, text: str, end: int) -> tuple[str, int]:
-    """Return an exponent or index in braces, for example ``^{-1}`` for ``^-1``, and the index in ``text`` after it.
+def _translate_script(sign: str, text: str, end: int) -> tuple[str, int]:
+    """Translate an exponent or index to LaTeX with braces; return it with the index after it: ``^{-1}`` for ``^-1``.
 
-    ``end`` is the index after the ``sign``, which is ``^`` or ``_``.
+    ``sign`` is ``^`` or ``_``, and ``end`` the index in ``text`` after it.
     """
     negative = re.match(r"\s*-\s*", text[end:])
-    content, end = _argument(text, end + (negative.end() if negative else 0))
+    content, end = _translate_argument(text, end + (negative.end() if negative else 0))
     return f"{sign}{{{'-' if negative else ''}{content}}}", end
 
 
-def _function(name: str, text: str, end: int) -> tuple[str, int]:
-    r"""Return a function as LaTeX, and the index in ``text`` after it.
+def _translate_function(name: str, text: str, end: int) -> tuple[str, int]:
+    r"""Translate a function such as ``sin`` to LaTeX with its exponent or base; return it with the index after it.
 
-    With an exponent or a base, the argument gets parentheses: ``\sin^{2}(t)`` for ``\sin^2t``.
+    With an exponent or a base, the argument gets parentheses: ``\sin^{2}(t)`` for ``\sin^2t``. Without, the argument is
+    not included. ``exp(x)`` becomes ``e^{x}``. ``end`` is the index in ``text`` after the name.
     """
     scripts = ""
     while match := re.match(r"\s*([\^_])", text[end:]):
-        script, end = _script(match[1], text, end + match.end())
+        script, end = _translate_script(match[1], text, end + match.end())
         scripts += script
     if name == "exp" and not scripts and text.startswith("(", end):
-        argument, end = _argument(text, end)
+        argument, end = _translate_argument(text, end)
         return f"e^{{{argument}}}", end
     following = text[end:].lstrip()
     if not scripts or not following or following[0] in "({":

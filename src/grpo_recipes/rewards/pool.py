@@ -34,11 +34,11 @@ from grpo_recipes.rewards.child import (
     GARBLED,
     MOST_PROCESSES,
     TIME_LIMIT,
-    child_environment,
     is_score,
+    make_child_environment,
     read_reply,
 )  # fmt: skip
-from grpo_recipes.rewards.memory import memory_of
+from grpo_recipes.rewards.memory import measure_memory
 from grpo_recipes.rewards.score import NOT_CALLED, RewardFailed, Score, select_columns
 
 START_SECONDS = 300.0  # limit for loading the rewards; all ranks may import from a network disk at the same time
@@ -54,8 +54,8 @@ _MOST_UNREAD = 1 << 20  # bytes of a child's reply; valid replies are short
 _FIX = "set reward_isolation: none"
 
 
-def default_workers() -> int:
-    """Return one worker per two cores of this rank's part of the machine, at most 8."""
+def count_default_workers() -> int:
+    """Return the default number of children: half of the usable cores divided by the ranks on this node, 1 to 8."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(8, len(os.sched_getaffinity(0)) // 2 // ranks))
 
@@ -74,7 +74,7 @@ class RewardPool:
     def __init__(
         self,
         *rewards: str,  # built-in rewards without recipe keys, ``module:function`` or ``file.py:function``
-        workers: int | None = None,  # completions scored at the same time; default: ``default_workers()``
+        workers: int | None = None,  # completions scored at the same time; default: ``count_default_workers()``
         timeout: float = 5.0,  # seconds per completion
         memory_gib: float = 4.0,  # per child, with its descendants
         copies: Path | None = None,  # folder with copies of the user's files, loaded instead of the originals
@@ -83,7 +83,7 @@ class RewardPool:
         network: bool = True,  # whether the children may use the network
         valid: Callable[[Any], bool] = is_score,  # accepts a function's value; for functions that are not rewards
     ):
-        self.workers, self.timeout, self.memory_gib = workers or default_workers(), timeout, memory_gib
+        self.workers, self.timeout, self.memory_gib = workers or count_default_workers(), timeout, memory_gib
         # Set by ``start``: the columns that each reward accepts (None for all), and the async rewards.
         self.accepted: dict[str, list[str] | None] = {}
         self.async_rewards: frozenset[str] = frozenset()
@@ -121,20 +121,20 @@ class RewardPool:
         """
         atexit.register(self.close)
         try:
-            self._fill()
+            self._start_children()
             while not any(child.ready for child in self._children):
-                self._listen(_TICK_SECONDS)
-                self._enforce()
-                self._measure()
+                self._handle_replies(_TICK_SECONDS)
+                self._enforce_time_limits()
+                self._enforce_memory_limit()
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """End all children with their descendants, and return when all of them have ended."""
+        """End all children with their descendants, and wait until all of them have ended."""
         atexit.unregister(self.close)
         for child in list(self._children):
-            self._dismiss(child)
+            self._end_child(child)
         wait_until(self._reap_ended, math.inf, 0.005)
 
     def score(
@@ -147,11 +147,11 @@ class RewardPool:
         names: Sequence[str] | None = None,
         seeds: Sequence[int] | None = None,
     ) -> list[Score]:
-        """Call a reward on each completion, and return (B,) scores in order.
+        """Call a reward on each completion in the child processes, and return (B,) scores in order.
 
         ``completions`` are (B,) texts or lists of chat messages, ``columns`` the reward's other arguments, (B,) each.
-        ``seeds`` are (B,) seeds for random numbers. No more rows are called after more than ``give_up_after`` unscored
-        completions, or once ``stopped`` returns True (it is called a few times per second).
+        ``seeds`` are (B,) seeds for random numbers. After more than ``give_up_after`` unscored completions, or once
+        ``stopped`` returns True (it is called a few times per second), the other rows are not called and unscored.
 
         Rows with the same name in ``names`` go to the same child while it lives. Another child must repeat the earlier
         calls of that name, so it gets their time too.
@@ -171,64 +171,67 @@ class RewardPool:
         self._calls = {name: self._calls.get(name, 0) for name in self._row_names}
         self.row_count, self._open_rows, self._single_rows = len(completions), deque(range(len(completions))), set()
         self.scores, self._unscored = {}, 0
-        self._listen(0.0)  # handle replies since the last call
+        self._handle_replies(0.0)  # handle replies since the last call
         try:
             while len(self.scores) < len(completions) and self._unscored <= most_unscored and not stopped():
                 for child in [child for child in self._children if child.ready and not child.rows]:
-                    if len(self._busy()) < self.workers and (rows := self._next_rows(child, reward)):
+                    if len(self._list_busy_children()) < self.workers and (rows := self._take_next_rows(child, reward)):
                         row_columns = [{name: values[row] for name, values in selected.items()} for row in rows]
                         row_seeds = [seeds[row] if seeds else None for row in rows]
-                        child.call(reward, rows, row_columns, row_seeds, self._limit(child, reward, rows[0]))
+                        limit = self._compute_time_limit(child, reward, rows[0])
+                        child.call(reward, rows, row_columns, row_seeds, limit)
                         self._homes |= {self._row_names[row]: child for row in rows if self._row_names}
-                self._measure()  # before the wait, while children are busy: quick rows are answered after it
-                self._listen(_TICK_SECONDS)
-                self._enforce()
+                self._enforce_memory_limit()  # before the wait, since quick rows are answered after it
+                self._handle_replies(_TICK_SECONDS)
+                self._enforce_time_limits()
         finally:
-            for child in self._busy():
-                self._replace(child)
+            for child in self._list_busy_children():
+                self._replace_child(child)
         return [self.scores.get(row, Score(None, NOT_CALLED)) for row in range(len(completions))]
 
-    def _next_rows(self, child: _Child, reward: str) -> list[int]:
-        """Remove the rows to send to a child from the open rows, and return them. Maybe none.
+    def _take_next_rows(self, child: _Child, reward: str) -> list[int]:
+        """Choose the next rows for a child, remove them from the open rows, and return them; [] if none is for it.
 
-        They are fewer towards the end, so that all children end together.
+        Near the end they are fewer, so that all children end at about the same time.
         """
         most_rows = 2 * self._concurrency if reward in self.async_rewards else self._paces[reward].rows
         if reward not in child.called:
             most_rows = 1
-        rows = list(itertools.islice(self._rows_for(child), min(-(-len(self._open_rows) // self.workers), most_rows)))
-        rows = [row for row in rows if row in self._single_rows or self._calls_to_repeat(child, row)][:1] or rows
+        rows = list(
+            itertools.islice(self._iterate_rows_for(child), min(-(-len(self._open_rows) // self.workers), most_rows))
+        )
+        rows = [row for row in rows if row in self._single_rows or self._count_calls_to_repeat(child, row)][:1] or rows
         for row in rows:
             self._open_rows.remove(row)
         return rows
 
-    def _limit(self, child: _Child, reward: str, row: int) -> float:
-        """Return the seconds that a child has for a row, with extra time for a first call and for repeated calls."""
+    def _compute_time_limit(self, child: _Child, reward: str, row: int) -> float:
+        """Return the seconds a child has for a row: the time limit, plus time for a first and for repeated calls."""
         extra = 0.0 if reward in child.called else self._paces[reward].extra_for_first
-        return self.timeout * (1 + self._calls_to_repeat(child, row)) + extra
+        return self.timeout * (1 + self._count_calls_to_repeat(child, row)) + extra
 
-    def _calls_to_repeat(self, child: _Child, row: int) -> int:
-        """Return the number of earlier calls of a row's name that this child must repeat."""
+    def _count_calls_to_repeat(self, child: _Child, row: int) -> int:
+        """Return how many earlier calls of a row's name this child must repeat, since another child made them."""
         name = self._row_names[row] if self._row_names else None
         return 0 if name is None or self._homes.get(name) is child else self._calls[name]
 
-    def _rows_for(self, child: _Child) -> Iterator[int]:
+    def _iterate_rows_for(self, child: _Child) -> Iterator[int]:
         """Yield the open rows except those with a name that belongs to another living child."""
         for row in self._open_rows:
             home = self._homes.get(self._row_names[row], child) if self._row_names else child
             if home is child or home not in self._children:
                 yield row
 
-    def _busy(self) -> list[_Child]:
+    def _list_busy_children(self) -> list[_Child]:
         """Return the children that have rows to answer."""
         return [child for child in self._children if child.rows]
 
-    def _listen(self, at_most: float) -> None:
-        """Handle the next replies of children. Wait for them at most ``at_most`` seconds, and until a row is too late.
+    def _handle_replies(self, at_most: float) -> None:
+        """Wait for output of children, then handle their replies, print the output of rewards, and send requests.
 
-        Also send waiting requests and print the output of rewards.
+        Wait at most ``at_most`` seconds, and not longer than the next deadline of a row.
         """
-        seconds_left = [self._deadline(child) - time.monotonic() for child in self._busy()]
+        seconds_left = [self._compute_deadline(child) - time.monotonic() for child in self._list_busy_children()]
         with selectors.DefaultSelector() as selector:
             for child in self._children:
                 selector.register(child.stdout, selectors.EVENT_READ, child)
@@ -238,14 +241,14 @@ class RewardPool:
                     selector.register(child.stdin, selectors.EVENT_WRITE, child)
             ready = {key.data: None for key, _ in selector.select(max(0.0, min([at_most, *seconds_left])))}
         for child in ready:
-            child.push()
-            replies = child.replies()
-            self._print(child)  # first, since it may be the traceback of a reply that raises below
+            child.send_unsent()
+            replies = child.read_replies()
+            self._print_output(child)  # first, since it may be the traceback of a reply that raises below
             for reply in replies:
                 if child in self._children:  # an earlier reply may have replaced it
-                    self._handle(child, reply)
+                    self._handle_reply(child, reply)
 
-    def _print(self, child: _Child) -> None:
+    def _print_output(self, child: _Child) -> None:
         """Print a child's new output to stderr. Drop output above the pool's total limit, with a note."""
         output = child.read_output()
         if output and self._print_left > 0:
@@ -257,7 +260,7 @@ class RewardPool:
                 limit = f"{_MOST_PRINTED >> 20} MiB"
                 print(f"\ngrpo: {self._names}: printed {limit}; later output is dropped", file=sys.stderr, flush=True)
 
-    def _handle(self, child: _Child, reply: dict[str, Any]) -> None:
+    def _handle_reply(self, child: _Child, reply: dict[str, Any]) -> None:
         """Act on a reply of a child: store a score, or replace a child that died or could not load its rewards.
 
         A reply that does not fit the child's state counts as garbled.
@@ -268,55 +271,62 @@ class RewardPool:
             child.ready = True
             self.accepted, self.async_rewards, self._failed_starts = reply["ready"], frozenset(reply["together"]), 0
         elif "failed" in reply:
-            self._not_loaded(reply["failed"])
-            self._replace(child)
+            self._count_failed_start(reply["failed"])
+            self._replace_child(child)
         elif "score" in reply:
             self._add_score(child, Score(*reply["score"]))
         elif child.rows:
-            self._stop(child, reply["died"][:300])
+            self._stop_child(child, reply["died"][:300])
         else:
             if not child.ready:
-                self._not_loaded(f"{reply['died']} while it loaded the rewards {self._names}")
-            self._replace(child)
+                self._count_failed_start(f"{reply['died']} while it loaded the rewards {self._names}")
+            self._replace_child(child)
 
-    def _not_loaded(self, fault: str) -> None:
-        """Count a child that could not load the rewards.
+    def _count_failed_start(self, fault: str) -> None:
+        """Count a child that could not load the rewards for the reason ``fault``.
 
-        Raise RewardFailed if no child has loaded them so far, or after several consecutive failures.
+        Raise RewardFailed if no child has loaded them so far, or after three consecutive failures.
         """
         self._failed_starts += 1
         if not self.accepted or self._failed_starts >= _FAILED_STARTS:
             raise RewardFailed(fault)
 
-    def _deadline(self, child: _Child) -> float:
-        """Return the time (``time.monotonic()``) by which a child must answer its current row."""
+    def _compute_deadline(self, child: _Child) -> float:
+        """Return the time, as of ``time.monotonic()``, by which a child must answer its current row."""
         return child.since + child.limit + (_GRACE_SECONDS if child.reward in self.async_rewards else 0.0)
 
-    def _enforce(self) -> None:
-        """Stop the children that exceed their time limit, and forget those that have ended.
+    def _enforce_time_limits(self) -> None:
+        """Stop the children that exceed their time limit for a row, and clean up after ended children.
 
         Raise RewardFailed if a child takes longer than ``START_SECONDS`` to load the rewards.
         """
         now = time.monotonic()
         for child in list(self._children):
-            if child.rows and now > self._deadline(child):
-                self._stop(child, TIME_LIMIT)
+            if child.rows and now > self._compute_deadline(child):
+                self._stop_child(child, TIME_LIMIT)
             elif not child.ready and now - child.since > START_SECONDS:
                 raise RewardFailed(f"the rewards {self._names} were not loaded within {START_SECONDS:.0f} s")
         self._reap_ended()
 
     def _reap_ended(self) -> bool:
-        """Print the output of ending children, and forget those that have ended. Return whether none is left."""
+        """Print the output of the children that were told to end, and drop those that have ended.
+
+        Return whether all of them have ended.
+        """
         for child in self._ending:
-            self._print(child)
+            self._print_output(child)
         self._ending = [child for child in self._ending if not child.has_ended()]
         return not self._ending
 
-    def _measure(self) -> None:
-        """Measure one busy child, since it is slow. Stop it if it exceeds its memory or process limit."""
+    def _enforce_memory_limit(self) -> None:
+        """Measure memory and processes of the child that was not measured for longest; stop it above a limit.
+
+        Only children that are busy with a slow row, or were not measured for a second, are candidates, since a
+        measurement is slow.
+        """
         now = time.monotonic()
         due = [
-            child for child in self._busy()
+            child for child in self._list_busy_children()
             if now - child.since > _TICK_SECONDS or now - child.measured > _MEASURE_SECONDS
         ]  # fmt: skip
         if not due:
@@ -325,20 +335,19 @@ class RewardPool:
         child.measured = time.monotonic()
         family = tree.descendants(child.pid)
         if len(family) > MOST_PROCESSES:
-            self._stop(child, f"process limit ({MOST_PROCESSES})")
-        elif memory_of(family) > self._memory:
-            self._stop(child, "memory limit")
+            self._stop_child(child, f"process limit ({MOST_PROCESSES})")
+        elif measure_memory(family) > self._memory:
+            self._stop_child(child, "memory limit")
 
-    def _stop(self, child: _Child, reason: str) -> None:
-        """Leave the current row of a child that died or exceeded a limit unscored, and replace the child.
+    def _stop_child(self, child: _Child, reason: str) -> None:
+        """Replace a child that died or exceeded a limit, and leave its current row unscored with ``reason``.
 
         Its other rows are sent again. If it called an async reward with several rows at once, the row at fault is not
-        known: then no row is unscored yet, and all of them are sent again one by one. ``reason`` is stored in the
-        score.
+        known: then no row is unscored yet, and all of them are sent again one by one.
         """
         if child.reward in self.async_rewards and len(child.rows) > 1:
             self._single_rows.update(child.rows)
-            self._replace(child)
+            self._replace_child(child)
         else:
             self._add_score(child, Score(None, reason, time.monotonic() - child.since, by_limit=True), at_fault=True)
 
@@ -357,23 +366,25 @@ class RewardPool:
         child.called.add(child.reward)
         child.since = time.monotonic()
         if at_fault or (score.by_limit and score.reason != TIME_LIMIT):
-            self._replace(child)
+            self._replace_child(child)
 
-    def _replace(self, child: _Child) -> None:
-        """End a child, open the rows that it did not finish, and start another child."""
+    def _replace_child(self, child: _Child) -> None:
+        """End a child, put its unfinished rows back at the front of the open rows, and start another child."""
         self._open_rows.extendleft(reversed(child.rows))
         child.rows = []
-        self._dismiss(child)
+        self._end_child(child)
         self._target_count = self.workers + 1
-        self._fill()
+        self._start_children()
 
-    def _fill(self) -> None:
-        """Start children until there are ``_target_count``. They load their rewards while others work."""
+    def _start_children(self) -> None:
+        """Start children until there are ``_target_count``, without waiting until they have loaded their rewards."""
         while len(self._children) < self._target_count:
-            self._children.append(_Child(self._setup, self._rewards, child_environment(self._environment), self._valid))
+            self._children.append(
+                _Child(self._setup, self._rewards, make_child_environment(self._environment), self._valid)
+            )
 
-    def _dismiss(self, child: _Child) -> None:
-        """Ask a child's keeper to kill the child with its descendants."""
+    def _end_child(self, child: _Child) -> None:
+        """Send SIGTERM to a child's keeper, which then kills the child with its descendants; do not wait for it."""
         self._children.remove(child)
         self._ending.append(child)
         child.terminate()
@@ -381,7 +392,7 @@ class RewardPool:
 
 @dataclass
 class _Pace:
-    """The durations of a reward's calls, which decide the time for first calls and the size of chunks."""
+    """The durations of a reward's calls: they decide the extra time for first calls and the rows sent at a time."""
 
     extra_for_first: float  # seconds that a first call may exceed the time limit
     slowest_first: float = 0.0  # seconds
@@ -401,7 +412,7 @@ class _Pace:
 
 
 class _Child:
-    """The parent's end of one child process. Nothing here blocks."""
+    """A child process as its parent sees it: starts it, and exchanges messages through pipes without blocking."""
 
     def __init__(
         self, setup: object, rewards: Collection[str], environment: dict[str, str], valid: Callable[[Any], bool]
@@ -428,7 +439,7 @@ class _Child:
         self.measured = 0.0  # last measurement of memory and processes
         self.unsent = bytearray(pickle.dumps(setup))  # data that waits for space in the pipe
         self._unread = b""
-        self.push()
+        self.send_unsent()
 
     def call(
         self, reward: str, rows: list[int], columns: list[dict[str, Any]], seeds: list[int | None], limit: float
@@ -436,10 +447,10 @@ class _Child:
         """Send rows for a reward, ``limit`` seconds each. The scores arrive as replies in the same order."""
         self.reward, self.rows, self.limit, self.since = reward, rows, limit, time.monotonic()
         self.unsent += pickle.dumps((reward, limit, list(zip(rows, columns, seeds, strict=True))))
-        self.push()
+        self.send_unsent()
 
-    def push(self) -> None:
-        """Send as much of ``unsent`` as fits into the pipe. The time of a row starts when all is sent."""
+    def send_unsent(self) -> None:
+        """Write as much of ``unsent`` as fits into the child's stdin; each write restarts the current row's time."""
         try:
             while self.unsent and (sent := self.stdin.write(self.unsent)):
                 del self.unsent[:sent]
@@ -447,8 +458,8 @@ class _Child:
         except BrokenPipeError:
             self.unsent.clear()  # it died, which the end of its replies will show
 
-    def replies(self) -> list[dict[str, Any]]:
-        """Return the child's new replies without waiting. An invalid or too long reply becomes ``GARBLED``.
+    def read_replies(self) -> list[dict[str, Any]]:
+        """Read and return the child's new replies without waiting. An invalid or too long reply becomes ``GARBLED``.
 
         After the death of the child, the last reply has only the key ``died``.
         """
@@ -463,7 +474,7 @@ class _Child:
         return [*replies, {"died": "its process died"}] if part == b"" else replies
 
     def read_output(self) -> bytes:
-        """Return the new output of the child on stderr, at most 1 MiB. Empty without new output."""
+        """Read the new output of the child on stderr without waiting, at most 1 MiB; b"" if there is none."""
         parts: list[bytes] = []
         part: bytes | None = None
         while not self.stderr.closed and len(parts) < 16 and (part := self.stderr.read(1 << 16)):
@@ -473,7 +484,7 @@ class _Child:
         return b"".join(parts)
 
     def terminate(self) -> None:
-        """Ask the keeper to end with all descendants. ``has_ended`` kills it after ``_END_SECONDS``."""
+        """Send SIGTERM to the keeper, which then kills all descendants. ``has_ended`` kills it after 5 seconds."""
         self.kill_time = time.monotonic() + _END_SECONDS
         self.process.terminate()
         self.process.send_signal(signal.SIGCONT)  # a reward may have stopped its keeper

@@ -29,7 +29,7 @@ from grpo_recipes.recipe.registry import DEFAULT_ACCURACY, NO_ANSWER, rewards
 from grpo_recipes.recipe.user_code import function_source, names_read_by
 from grpo_recipes.rewards.answers import is_same_answer
 from grpo_recipes.rewards.child import TIME_LIMIT
-from grpo_recipes.rewards.load import IsolatedReward, lent_rewards
+from grpo_recipes.rewards.load import IsolatedReward, open_rewards
 from grpo_recipes.rewards.score import NOT_CALLED, Reward, RewardFailed, RewardWrapper, call_reward, is_user_reward
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ _LONG = 200  # characters; a longer answer is unlikely to be repeated exactly by
 
 @dataclass(frozen=True)
 class ProbeCompletion:
-    """A completion that a reward scored in the test, with its score."""
+    """A completion made for the test of a reward, with the reward's score."""
 
     prompt: str
     answer: str  # the reference solution
@@ -94,21 +94,21 @@ class ProbeResult:
         return not math.isclose(self.right_mean, self.wrong_mean, abs_tol=1e-9)
 
 
-def sample_rows(recipe: Recipe, most: int, fetched: Any) -> tuple[list[dict[str, Any]], "Counts"]:
-    """Return the first ``most`` training problems before any shuffle, with the counts of read and dropped rows.
+def read_first_rows(recipe: Recipe, most: int, fetched: Any) -> tuple[list[dict[str, Any]], "Counts"]:
+    """Read the first ``most`` training rows of a recipe's dataset, without shuffling.
 
-    ``fetched`` finds downloaded datasets.
+    Also return how many rows were read and dropped. ``fetched`` is a function that finds downloaded datasets.
     """
     from datasets import disable_progress_bars
 
     from grpo_recipes.data.prompts import load_first_problems
 
     disable_progress_bars()
-    return load_first_problems(_settings(recipe), most, fetched)
+    return load_first_problems(_make_settings(recipe), most, fetched)
 
 
-def _settings(recipe: Recipe) -> Any:
-    """Return the recipe keys as attributes, like TRL's configs."""
+def _make_settings(recipe: Recipe) -> Any:
+    """Create an object that has each recipe key as an attribute, like TRL's configs."""
     return SimpleNamespace(**{key: entry.value for key, entry in recipe.values.items()})
 
 
@@ -138,38 +138,41 @@ def _probe_together(
 
     Raise ConfigError if any of the rewards fails.
     """
-    settings = _settings(recipe)
+    settings = _make_settings(recipe)
     settings.reward_funcs = names
     strict, most_missing = recipe["answer_matching"] == "strict", recipe["reward_max_no_verdict"]
     variables = recipe["reward_environment"]
     with (
         reward_errors_as_config_errors(recipe),
         tempfile.TemporaryDirectory() as folder,
-        lent_rewards(settings, Path(folder), left_out) as rewards,
+        open_rewards(settings, Path(folder), left_out) as rewards,
     ):
         pairs = zip(names, rewards, strict=True)
-        return [probe(name, reward, rows, strict, most_missing, variables) for name, reward in pairs]
+        return [probe_reward(name, reward, rows, strict, most_missing, variables) for name, reward in pairs]
 
 
 @contextlib.contextmanager
 def reward_errors_as_config_errors(recipe: Recipe) -> Iterator[None]:
-    """Raise ConfigError if the block raises RewardFailed. Print the traceback if the user's code raised the error."""
+    """Turn a RewardFailed raised in the ``with`` block into a ConfigError at the recipe's key reward_funcs.
+
+    Print the traceback first if the user's code raised the error.
+    """
     try:
         yield
     except RewardFailed as error:
         fix = "correct it, or set another reward in reward_funcs"
         if NO_ANSWER in str(error):
-            fix = _server_fix(recipe["reward_environment"])
+            fix = _describe_server_fix(recipe["reward_environment"])
         elif not isinstance(error.__cause__, ConfigError | None):  # raised by the user's code
             traceback.print_exception(error.__cause__)
         raise config_error(recipe.location("reward_funcs"), str(error), fix) from error
 
 
 def find_problems(recipe: Recipe, rows: list[dict[str, Any]], findings: list[ProbeResult]) -> list[Problem]:
-    """Return a problem for each fault in the results of ``probe_rewards``, and for data that no completion can match.
+    """Return the problems that ``probe_rewards`` found; ``findings`` are its results for these rows.
 
-    There is also a problem if no reward distinguishes right from wrong answers, if the prompt requests another format
-    than the rewards read, or if most reference solutions are too long for an answer.
+    There is a problem for each fault of a reward, if no reward distinguishes right from wrong answers, if the prompt
+    requests another format than the rewards read, and if most reference solutions are too long for an answer.
     """
     where = recipe.location("reward_funcs")
     problems = [
@@ -178,7 +181,7 @@ def find_problems(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Pro
         for fault, fix in finding.faults
     ]
     if len(findings) > 1:
-        problems += filter(None, (_unpaid_problem(recipe, finding) for finding in findings))
+        problems += filter(None, (_find_unpaid_problem(recipe, finding) for finding in findings))
     if not problems and findings and not any(finding.distinguishes for finding in findings):
         fault = "no reward distinguishes right from wrong answers: both get the same on average"
         if example := next(filter(None, map(describe_unpaid, findings)), ""):
@@ -198,7 +201,7 @@ def find_problems(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Pro
             problems.append(Problem(where, fault, fix))
     # A solution that includes its reasoning equals itself, but no completion ever equals it.
     compared = any(entry.reads_answer for entry in entries)
-    answers = [row["answer"] for row in rows if _listed_answers(row) is None]
+    answers = [row["answer"] for row in rows if _list_answers(row) is None]
     long = [answer for answer in answers if "\n" in answer or len(answer) > _LONG]
     if compared and len(long) * 2 > len(rows):
         example = " ".join(long[0].split())[:60]
@@ -209,10 +212,10 @@ def find_problems(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Pro
     return problems
 
 
-def _unpaid_problem(recipe: Recipe, finding: ProbeResult) -> Problem | None:
-    """Return the problem of a user reward that rewards right answers like wrong answers.
+def _find_unpaid_problem(recipe: Recipe, finding: ProbeResult) -> Problem | None:
+    """Return a problem if a user reward gives a right answer no more than wrong answers, else None.
 
-    None for other rewards, and for user rewards whose code does not use the reference solution.
+    A user reward whose code does not use the reference solution, and one that already has faults, has no such problem.
     """
     if finding.unpaid is None or finding.faults:
         return None
@@ -226,7 +229,7 @@ def _unpaid_problem(recipe: Recipe, finding: ProbeResult) -> Problem | None:
     return Problem(recipe.location("reward_funcs"), f"reward '{finding.reward}' {describe_unpaid(finding)}", fix)
 
 
-def probe(
+def probe_reward(
     name: str,
     reward: Reward,
     rows: Sequence[dict[str, Any]],
@@ -234,11 +237,11 @@ def probe(
     most_missing: float = 0.5,
     variables: Collection[str] = (),
 ) -> ProbeResult:
-    """Test a built-in reward, or a user reward by its name in the recipe, with right and wrong completions.
+    """Score right and wrong completions for ``rows`` with a reward, and return the means, wrong scores and faults.
 
-    ``rows`` have ``prompt`` (chat messages), ``answer`` and the other columns. With ``strict``, answers are compared as
-    text. A share of ``most_missing`` unscored completions is accepted (``reward_max_no_verdict``). ``variables`` are
-    the names in ``reward_environment``.
+    ``name`` is the reward's name in the recipe. ``rows`` have ``prompt`` (chat messages), ``answer`` and the other
+    columns. With ``strict``, answers are compared as text. Up to a fraction of ``most_missing``, unscored completions
+    are not a fault (``reward_max_no_verdict``). ``variables`` are the names in ``reward_environment``, for advice.
     """
     entry = rewards().get(name)
     is_built_in = entry is not None
@@ -249,17 +252,19 @@ def probe(
     tries = _score_completions(reward, prepared, most_missing)
     missing = [completion for completion in tries if completion.value is None]
     format_groups = [formats] if is_built_in else [[answer_format] for answer_format in formats]
-    _, right_mean, wrong_mean = max((_means(tries, group) for group in format_groups), key=itemgetter(0))
+    _, right_mean, wrong_mean = max((_compare_means(tries, group) for group in format_groups), key=itemgetter(0))
     right = sum(completion.right for completion in tries)
     result = ProbeResult(
         name, right, len(tries) - right, right_mean, wrong_mean, len(missing), skipped=len(prepared) - len(tries)
     )
     result.unpaid = _find_unpaid(tries) if not is_built_in and not result.distinguishes else None
-    wrongly_scored = _judge(result, tries, entry.accuracy) if entry is not None and entry.reads_answer else []
+    wrongly_scored = (
+        _add_score_faults(result, tries, entry.accuracy) if entry is not None and entry.reads_answer else []
+    )
     invalid = [completion for completion in missing if (completion.reason or "").startswith(_INVALID)]
     unanswered = [completion.reason for completion in missing if (completion.reason or "").startswith(NO_ANSWER)]
     if len(unanswered) > most_missing * sum(completion.reason != NOT_CALLED for completion in tries):
-        result.faults.append((f"got {unanswered[0]}", _server_fix(variables)))
+        result.faults.append((f"got {unanswered[0]}", _describe_server_fix(variables)))
         return result
     if isinstance(reward, IsolatedReward) and any(completion.reason == NOT_CALLED for completion in missing):
         scores = list(reward.pool.scores.values())
@@ -269,7 +274,7 @@ def probe(
         result.failures = [completion for completion in missing if completion.reason != NOT_CALLED][:_MOST_SHOWN]
         return result
     if invalid or len(missing) > most_missing * len(tries):
-        reason = unscored_reason(name, (invalid or missing)[0].reason)
+        reason = describe_unscored(name, (invalid or missing)[0].reason)
         fault = f"leaves {len(missing)} of {len(tries)} completions unscored ({reason})"
         result.faults.append((fault, "check the reference solutions" if is_built_in else "correct it"))
     unscored = [completion for completion in missing if completion.reason or result.faults]
@@ -280,12 +285,12 @@ def probe(
 def _score_completions(
     reward: Reward, prepared: Sequence[tuple[dict[str, Any], ProbeCompletion]], most_missing: float
 ) -> list[ProbeCompletion]:
-    """Score the first completions, then as many as the reward can score in ``_MOST_SECONDS``. Return these.
+    """Score 40 completions, then as many more as the reward can score in 10 seconds; return the scored completions.
 
-    If completions of the first part were not called, because too many failed, no more are scored.
+    If the reward gave up during the first 40, because too many calls failed, no more are scored.
     """
     start = time.monotonic()
-    first = _call(reward, prepared[:_FIRST], most_missing)
+    first = _call_on_completions(reward, prepared[:_FIRST], most_missing)
     elapsed, remaining = time.monotonic() - start, len(prepared) - len(first)
     if any(completion.reason == NOT_CALLED for completion in first):
         return first
@@ -293,15 +298,16 @@ def _score_completions(
         slowest = max((score.seconds for score in getattr(reward, "scores", ())), default=0.0)
         seconds_per_call = max(elapsed - slowest, 1e-6) / len(first)
         remaining = min(remaining, max(_FIRST, int((_MOST_SECONDS - elapsed) / seconds_per_call)))
-    return first + _call(reward, prepared[len(first) : len(first) + remaining], most_missing)
+    return first + _call_on_completions(reward, prepared[len(first) : len(first) + remaining], most_missing)
 
 
-def _call(
+def _call_on_completions(
     reward: Reward, prepared: Sequence[tuple[dict[str, Any], ProbeCompletion]], most_missing: float
 ) -> list[ProbeCompletion]:
     """Call a reward as TRL does, and return the completions with their scores.
 
-    Each completion has a single token id, since only its text matters. ``most_missing`` is explained in ``probe``.
+    Each completion has a single token id, since only its text matters. For a slow reward in a child process, print the
+    progress. ``most_missing`` is explained in ``probe_reward``.
     """
     if not prepared:
         return []
@@ -310,7 +316,7 @@ def _call(
     columns["completions"] = [[{"role": "assistant", "content": completion.completion}] for _, completion in prepared]
     if isinstance(reward, RewardWrapper):
         if isinstance(reward, IsolatedReward):
-            reward.watch_calls(_progress_watch(reward, most_missing))
+            reward.watch_calls(_make_progress_watch(reward, most_missing))
         reward(**columns)
         scores = reward.scores
     else:
@@ -320,7 +326,7 @@ def _call(
 
 
 def _find_unpaid(tries: Sequence[ProbeCompletion]) -> ProbeCompletion | None:
-    """Return the first right answer with a reward no higher than the best wrong answer. None without one."""
+    """Return the first right completion whose reward is not above the highest reward of a wrong one, or None."""
     scored = [(completion, completion.value) for completion in tries if completion.value is not None]
     best_wrong = max((value for completion, value in scored if not completion.right), default=None)
     if best_wrong is None:
@@ -329,10 +335,10 @@ def _find_unpaid(tries: Sequence[ProbeCompletion]) -> ProbeCompletion | None:
 
 
 def describe_unpaid(result: ProbeResult) -> str:
-    """Return the end of a sentence about a user reward with the same mean for right and wrong answers.
+    """Return a text about a user reward with the same mean for right and wrong answers, with an example.
 
-    The caller writes the name of the reward before it. An example is ``gives right answers 0.5, like wrong answers:
-    '18' to '9+9=' gets 0.5``. Return "" for every other reward, including all built-in rewards.
+    For example "gives right answers 0.5, like wrong answers: '18' to '9+9=' gets 0.5". The caller writes the name of
+    the reward before it. Return "" for every other reward, including all built-in rewards.
     """
     if result.unpaid is None:
         return ""
@@ -342,23 +348,27 @@ def describe_unpaid(result: ProbeResult) -> str:
     return f"{fault}: '{example}' to '{prompt}' gets {result.unpaid.value:.3g}"
 
 
-def _server_fix(variables: Collection[str]) -> str:
-    """Return the fix if a reward's server does not answer. It lists those of ``variables`` that have an address."""
+def _describe_server_fix(variables: Collection[str]) -> str:
+    """Return the advice for a reward whose server does not answer.
+
+    It lists the environment variables in ``variables`` that contain a URL, except proxies.
+    """
     addresses = [name for name in variables if "://" in os.environ.get(name, "") and "proxy" not in name.lower()]
     where = f" in {', '.join(addresses)}" if addresses else ""
     return f"start the server that it calls, or correct its address{where}"
 
 
-def _progress_watch(reward: IsolatedReward, most_missing: float) -> Callable[[], bool]:
-    """Return a function for ``watch_calls`` that prints the progress of a slow reward.
+def _make_progress_watch(reward: IsolatedReward, most_missing: float) -> Callable[[], bool]:
+    """Return a function for ``watch_calls`` that prints the progress of a slow reward every 5 seconds to stderr.
 
-    It returns true if too many calls have failed, so that the test gives up.
+    The function returns True if at least 5 calls, and more than the fraction ``most_missing``, have failed. Then the
+    test gives up.
     """
     pool, start = reward.pool, time.monotonic()
     last_line = start + _QUIET_SECONDS - _LINE_SECONDS
 
     def print_progress() -> bool:
-        """Print a line if it is due. Return whether to give up."""
+        """Print a line if the last one is 5 seconds old; return whether too many calls have failed."""
         nonlocal last_line
         scores, now = list(pool.scores.values()), time.monotonic()
         late = sum(score.reason == TIME_LIMIT for score in scores)
@@ -373,15 +383,15 @@ def _progress_watch(reward: IsolatedReward, most_missing: float) -> Callable[[],
     return print_progress
 
 
-def unscored_reason(name: str, reason: str | None) -> str:
-    """Return the reason why the reward ``name`` left a completion unscored, also if the reward gave none (None)."""
+def describe_unscored(name: str, reason: str | None) -> str:
+    """Return ``reason``, or if it is None, the likely reason why the reward ``name`` returned None."""
     return reason or ("it returned None" if name not in rewards() else "it cannot read the reference solution")
 
 
-def wrong_answers(answer: str, all_answers: Sequence[str]) -> list[str]:
-    """Return wrong answers for a reference solution: changed or additional digit, another row's answer, and "".
+def make_wrong_answers(answer: str, all_answers: Sequence[str]) -> list[str]:
+    """Return wrong answers for a reference solution: with a changed digit, an additional digit, another answer, and "".
 
-    The other row's answer is the first in ``all_answers`` that differs.
+    The other answer is the first in ``all_answers`` that differs. Only answers that are really wrong are returned.
     """
     number = _LAST_NUMBER.search(answer)
     wrong = [f"{answer}1"]
@@ -396,15 +406,15 @@ def wrong_answers(answer: str, all_answers: Sequence[str]) -> list[str]:
 def _prepare_completions(
     rows: Sequence[dict[str, Any]], formats: Sequence[str], rows_in_all: int
 ) -> list[tuple[dict[str, Any], ProbeCompletion]]:
-    """Return right and wrong completions, each with its row.
+    """Write right and wrong completions for the rows, without scores; return pairs of row and completion.
 
-    The first ``rows_in_all`` rows are written in all ``formats``, later rows in one format each.
+    The first ``rows_in_all`` rows get completions in all ``formats``, later rows in one format each.
     """
     answers, prepared = [row["answer"] for row in rows], []
     for index, (row, answer) in enumerate(zip(rows, answers, strict=True)):
         prompt = str(row["prompt"][-1]["content"]) if row.get("prompt") else ""
-        listed = _listed_answers(row)
-        right, wrong = listed or ([answer], wrong_answers(answer, answers[index + 1 :] + answers[:index]))
+        listed = _list_answers(row)
+        right, wrong = listed or ([answer], make_wrong_answers(answer, answers[index + 1 :] + answers[:index]))
         for writing in formats if index < rows_in_all else [formats[index % len(formats)]]:
             prepared += [
                 (row, ProbeCompletion(prompt, answer, writing, writing % text, True)) for text in right[:_MOST_RIGHT]
@@ -413,7 +423,7 @@ def _prepare_completions(
     return prepared
 
 
-def _listed_answers(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
+def _list_answers(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
     """Return the right and the wrong answers of a problem with several right answers. None for other problems.
 
     A reward for such problems registers the function that lists them (``Reward.answers``).
@@ -422,8 +432,8 @@ def _listed_answers(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | Non
     return next((answers for function in functions if (answers := function(row)) is not None), None)
 
 
-def _means(tries: list[ProbeCompletion], formats: Sequence[str]) -> tuple[float, float | None, float | None]:
-    """Return the absolute difference of the mean rewards of right and wrong completions, and both means.
+def _compare_means(tries: list[ProbeCompletion], formats: Sequence[str]) -> tuple[float, float | None, float | None]:
+    """Return the absolute difference between the mean rewards of right and wrong completions, and the two means.
 
     Only completions in these formats count. Without scores, a mean is None and the difference is -1.
     """
@@ -437,8 +447,10 @@ def _means(tries: list[ProbeCompletion], formats: Sequence[str]) -> tuple[float,
     return difference, fmean(right) if right else None, fmean(wrong) if wrong else None
 
 
-def _judge(result: ProbeResult, tries: list[ProbeCompletion], exact: bool) -> list[ProbeCompletion]:
-    """Count wrong scores, add faults for them to ``result``, and return the completions with a wrong score.
+def _add_score_faults(result: ProbeResult, tries: list[ProbeCompletion], exact: bool) -> list[ProbeCompletion]:
+    """Count right completions with too low a score and wrong ones with too high a score; return these completions.
+
+    The counts, and a fault for each kind that occurs, are stored in ``result``.
 
     With ``exact``, a right answer must get 1. Otherwise each right answer must get more than every wrong answer.
     """

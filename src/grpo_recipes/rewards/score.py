@@ -26,7 +26,7 @@ _LONGEST_REASON = 300  # characters; a reply of a child must fit a pipe's atomic
 
 
 class RewardFailed(Exception):
-    """A reward cannot be called at all: the fault is in its code, not in a completion."""
+    """A reward can't be loaded or called at all: the fault is in its code or server, not in a completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Score:
 
     @property
     def unscored(self) -> bool:
-        """Whether a value is missing and there is a reason for it."""
+        """Whether the reward failed to score the completion; False if it returned None on purpose."""
         return self.reason is not None
 
 
@@ -96,14 +96,14 @@ def load_reward(spec: str, copies: Path | None) -> Reward:
 
 
 def accepted_columns(function: Callable[..., Any]) -> list[str] | None:
-    """Return the names of the columns that a reward accepts. None for any column (``**columns``)."""
+    """Return the names of a reward's parameters, which are columns, or None if it accepts any (``**columns``)."""
     parameters = inspect.signature(function).parameters.values()
     accepts_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
     return None if accepts_all else [parameter.name for parameter in parameters]
 
 
 def select_columns(columns: Mapping[str, Sequence[Any]], accepted: Sequence[str] | None) -> dict[str, Sequence[Any]]:
-    """Return the columns that a reward accepts. ``accepted`` is the result of ``accepted_columns``."""
+    """Return only the columns whose names are in ``accepted``, or all of them if it is None."""
     return {name: values for name, values in columns.items() if accepted is None or name in accepted}
 
 
@@ -114,27 +114,31 @@ def call_reward(function: Callable[..., Any], columns: Mapping[str, Sequence[Any
     """
     result = function(**columns)
     if inspect.isawaitable(result):
-        result = event_loop().run(_as_coroutine(result))
+        result = get_async_runner().run(_await_result(result))
     return read_scores(result, rows, getattr(function, "converts", None))
 
 
-async def _as_coroutine(awaitable: Awaitable[Any]) -> Any:
+async def _await_result(awaitable: Awaitable[Any]) -> Any:
     """Await any awaitable. ``asyncio.Runner.run`` accepts only coroutines."""
     return await awaitable
 
 
 @functools.cache
-def event_loop() -> Any:
-    """Return this process's ``asyncio.Runner`` for rewards. All calls share its loop, so clients stay connected."""
+def get_async_runner() -> Any:
+    """Return the ``asyncio.Runner`` of this process for async rewards; create it at the first call.
+
+    All calls of rewards share its event loop, so their clients stay connected.
+    """
     import asyncio
 
     return asyncio.Runner()
 
 
 def read_scores(result: Any, rows: int, converts: Callable[[Any], Score] | None = None) -> list[Score]:
-    """Return the scores in a reward's result for ``rows`` completions. All are unscored if type or length is wrong.
+    """Convert the result of a reward to a score for each of ``rows`` completions.
 
-    ``converts`` translates each entry to a score. By default, entries are numbers or None.
+    If the result is not a list, tuple or 1-D array with ``rows`` entries, all scores have no value, only the reason.
+    ``converts`` translates an entry to a score; by default, entries are numbers or None.
     """
     if hasattr(result, "tolist") and getattr(result, "ndim", 0) == 1:
         result = result.tolist()
@@ -142,11 +146,14 @@ def read_scores(result: Any, rows: int, converts: Callable[[Any], Score] | None 
         return [Score(None, f"wrong type: returned {type(result).__name__} instead of a list")] * rows
     if len(result) != rows:
         return [Score(None, f"wrong length: returned {len(result)} entries instead of {rows}")] * rows
-    return [(converts or _score)(entry) for entry in result]
+    return [(converts or _convert_entry)(entry) for entry in result]
 
 
-def _score(entry: Any) -> Score:
-    """Return the score for an entry of a reward's result. Unscored, with a reason, unless it is a number or None."""
+def _convert_entry(entry: Any) -> Score:
+    """Convert an entry of a reward's result, a number or None, to a score.
+
+    Anything else, and nan or inf, gives a score without value but with a reason.
+    """
     if entry is None:
         return Score(None)
     if isinstance(entry, str | bytes) or not hasattr(type(entry), "__float__"):
@@ -172,7 +179,10 @@ def describe_error(error: BaseException) -> str:
 
 
 def _is_connection_error(error: BaseException | None) -> bool:
-    """Return whether a failed connection caused an exception, judged by class names: each client has its own class."""
+    """Return whether an exception, or one that caused it, is a failed connection.
+
+    Class names such as ``ConnectionError`` decide, since each client library has its own class.
+    """
     while error is not None:
         if any(kind.__name__.endswith(("ConnectionError", "gaierror")) for kind in type(error).__mro__):
             return True
@@ -181,10 +191,10 @@ def _is_connection_error(error: BaseException | None) -> bool:
 
 
 class RewardWrapper:
-    """The user's reward as TRL calls it: on the whole batch, in this process and without limits.
+    """A reward function as TRL calls it: on the whole batch, in this process and without limits.
 
-    ``scores`` has the scores of the last call. RewardFailed is raised if the function raises, or does not return a
-    number or None for each completion.
+    After a call, ``scores`` tells why completions are unscored. Raise RewardFailed if the function raises, or does not
+    return a number or None for each completion.
     """
 
     timeout: float | None = None  # seconds per completion; None without a limit
@@ -204,16 +214,16 @@ class RewardWrapper:
         self.stop: StopRequest | None = None  # ends a call early; None outside a training
 
     def start_generation(self, number: int, stop: StopRequest, give_up_after: int | None) -> None:
-        """Set the number of the next generation, the stop request, and the limit of unscored completions.
+        """Store the number of the next generation, the stop request that ends calls, and the limit of unscored rows.
 
-        ``give_up_after`` is None for no limit.
+        After ``give_up_after`` unscored completions, the next calls score no more rows; None sets no limit.
         """
         self.generation, self.stop, self.give_up_after = number, stop, give_up_after
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """Return (B,) rewards, None for unscored completions, and keep the scores with their reasons in ``scores``."""
         other_names = dict.fromkeys(self._solutions, columns["answer"]) if "answer" in columns else {}
-        scores = self._score(len(completions), {**other_names, **columns, "completions": completions})
+        scores = self._score_batch(len(completions), {**other_names, **columns, "completions": completions})
         self.scores = [
             replace(score, reason=score.reason + self._missing_column_note(score.reason)) if score.reason else score
             for score in scores
@@ -221,14 +231,15 @@ class RewardWrapper:
         return [score.value for score in self.scores]
 
     def _missing_column_note(self, reason: str) -> str:
-        """Return a note why rewards do not get a column, if the reason names such a column, else ""."""
+        """Return a note if an error names a dataset column that rewards do not get, with the cause; else ""."""
         column = next((name for name in self._left_out if f"'{name}'" in reason), None)
         return f"; column '{column}' is not passed to rewards: {self._left_out[column]}" if column else ""
 
-    def _score(self, rows: int, columns: dict[str, Any]) -> list[Score]:
-        """Call the function on the whole batch and return a score per row. Raise RewardFailed if the function raises.
+    def _score_batch(self, rows: int, columns: dict[str, Any]) -> list[Score]:
+        """Call the function on a batch of ``rows`` completions and return a score per row.
 
-        After a request to stop, no row has a score. A result of the wrong type or length raises RewardFailed too.
+        If the run is asked to stop during the call, all rows are unscored. Raise RewardFailed if the function raises,
+        or returns the wrong type or length.
         """
         try:
             with self.stop.interrupting() if self.stop else contextlib.nullcontext():

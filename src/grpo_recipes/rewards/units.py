@@ -2,9 +2,9 @@
 
 A unit counts only if both answers have one, so its spelling must not matter: ``5 cm`` equals ``5 centimeters``.
 
-    from grpo_recipes.rewards.units import unit_of
+    from grpo_recipes.rewards.units import normalize_unit
 
-    unit_of(" centimeters^2")  # "centimetre2"
+    normalize_unit(" centimeters^2")  # "centimetre2"
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _TRAILING = re.compile(
 )
 
 
-def unit_of(text: str) -> str | None:
-    """Return the normal form of the unit after a number: equal for ``" cm^2"`` and ``"centimeters^2"``.
+def normalize_unit(text: str) -> str | None:
+    """Return the normal form of the unit in the text after a number: ``"centimetre2"`` for ``" cm^2"``.
 
     Without a space, a word must be a known unit (``5cm``, but ``5x`` is a product). After a space, any word of three
     letters or more is a unit (``5 eggs``), unless it changes the number (``5 million``). Return "" for blank text, and
@@ -67,7 +67,7 @@ def unit_of(text: str) -> str | None:
     return " ".join(words)
 
 
-def trailing_unit(text: str) -> tuple[str, str]:
+def split_trailing_unit(text: str) -> tuple[str, str]:
     """Split an expression and the known unit after it: ``("8\\sqrt{3}", "centimetre2")``, or else ``(text, "")``.
 
     A unit of one letter counts only if the expression has no variables: ``5x m`` is a product.
@@ -80,5 +80,5 @@ def trailing_unit(text: str) -> tuple[str, str]:
     known = all(_UNIT_OF_WORD.get(word if len(word) == 1 else word.lower()) for word in words)
     if not known or (letters and any(len(word) == 1 and word.isalpha() for word in words)):
         return text, ""
-    unit = unit_of(match["unit"])
+    unit = normalize_unit(match["unit"])
     return (match["expression"].strip(), unit) if unit else (text, "")

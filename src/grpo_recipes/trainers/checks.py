@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 
-from grpo_recipes.rewards.answers import completion_text
+from grpo_recipes.rewards.answers import get_completion_text
 from grpo_recipes.rewards.score import NOT_CALLED, RewardWrapper, Score
 from grpo_recipes.rollouts.backends import collect_sampling_keys
 from grpo_recipes.runs.checkpoints import find_newest_complete
@@ -325,8 +325,8 @@ def _collect_slow_rows(reward: RewardWrapper, prompts: list[Any], completions: l
             "seconds": round(scores[row].seconds, 3),
             "reason": masked(scores[row].reason or "") if scores[row].unscored else None,
             "replayed": scores[row].replayed,
-            "prompt": masked(completion_text(prompts[row]))[:_LONGEST_TEXT],
-            "completion": masked(completion_text(completions[row]))[:_LONGEST_TEXT],
+            "prompt": masked(get_completion_text(prompts[row]))[:_LONGEST_TEXT],
+            "completion": masked(get_completion_text(completions[row]))[:_LONGEST_TEXT],
         }
         for row in [*slow[:_SLOWEST], *unscored[:_MOST_ROWS]]
     ]

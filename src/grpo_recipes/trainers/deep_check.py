@@ -29,7 +29,7 @@ from grpo_recipes.recipe.configs import CONFIGS, GRPOConfig, ModelConfig
 from grpo_recipes.recipe.registry import reward_keys, rewards
 from grpo_recipes.recipe.sources import extension_of
 from grpo_recipes.recipe.user_code import source_path
-from grpo_recipes.rewards.probe import describe_unpaid, find_problems, probe_rewards, sample_rows
+from grpo_recipes.rewards.probe import describe_unpaid, find_problems, probe_rewards, read_first_rows
 from grpo_recipes.runs.rundir import write_atomically
 from grpo_recipes.trainers.entry import load_callbacks
 from grpo_recipes.trainers.model import as_config_error, build_without_weights, check_adapter, load_tokenizer
@@ -64,7 +64,7 @@ def check_deeply(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
     source = extension_of(recipe.__getitem__)
     data_lines: list[str] = []
     has_data = all(asset.kind == MODEL for asset in sources.missing)
-    if source is None and has_data and (sample := collect_problems(sample_rows, recipe, SAMPLE, sources.lookup)):
+    if source is None and has_data and (sample := collect_problems(read_first_rows, recipe, SAMPLE, sources.lookup)):
         rows, counts = sample
         if configs and not sources.missing:
             data_lines += collect_problems(_check_prompts, rows, DeepCheck(recipe, *configs, sources)) or []

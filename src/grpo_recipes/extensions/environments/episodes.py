@@ -30,7 +30,7 @@ from grpo_recipes.extensions.environments.rules import SOURCE
 from grpo_recipes.extensions.environments.stage import PLAY
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, source_path, split_spec
-from grpo_recipes.rewards.load import LimitRecords, key_of
+from grpo_recipes.rewards.load import LimitRecords, hash_call
 from grpo_recipes.rewards.score import Score
 from grpo_recipes.rollouts.renderer import DUMMY, Renderer
 from grpo_recipes.rollouts.source import SamplingTrainer, Source
@@ -248,7 +248,7 @@ class Episodes(Source):
             "episode": [f"{self._name}/{episode.row}" for episode in episodes],
             "last_digest": [episode.last_digest for episode in episodes],
         }
-        keys = [key_of(self._identity(episode), {"actions": episode.actions}) for episode in episodes]
+        keys = [hash_call(self._identity(episode), {"actions": episode.actions}) for episode in episodes]
         scores = {index: self._limit_records.find(key, 0) for index, key in enumerate(keys)}
         calls = [index for index in range(len(episodes)) if scores[index] is None]
         call_columns = {name: [values[index] for index in calls] for name, values in columns.items()}

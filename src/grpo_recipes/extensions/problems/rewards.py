@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_recipes.extensions.problems.modebench.dataset import is_problem, mode_of, right_answers, wrong_answers
 from grpo_recipes.extensions.problems.seeded import assignments, clauses_of, satisfies
-from grpo_recipes.rewards.answers import final_text, last_answer
+from grpo_recipes.rewards.answers import extract_final_text, extract_last_answer
 
 _WRONG = 3  # number of incorrect assignments of all variables to try
 
@@ -20,7 +20,7 @@ def modebench(completions: list[Any], answer: list[Any], **_: Any) -> list[float
     ``answer`` has the problems as JSON; the reward of a row without a ModeBench problem is None.
     """
     return [
-        float(mode_of(final_text(completion), problem) is not None) if is_problem(problem) else None
+        float(mode_of(extract_final_text(completion), problem) is not None) if is_problem(problem) else None
         for completion, problem in zip(completions, map(str, answer), strict=True)
     ]
 
@@ -33,7 +33,9 @@ def satisfiability(completions: list[Any], clauses: list[Any], **_: Any) -> list
     rewards: list[float | None] = []
     for completion, text in zip(completions, clauses, strict=True):
         try:
-            rewards.append(float(satisfies(last_answer(final_text(completion)) or "", clauses_of(text))))
+            rewards.append(
+                float(satisfies(extract_last_answer(extract_final_text(completion)) or "", clauses_of(text)))
+            )
         except ValueError:
             rewards.append(None)
     return rewards
