@@ -42,7 +42,7 @@ from transformers import TrainerCallback
 
 from grpo_recipes.paths import home
 from grpo_recipes.plan.estimates import Workload
-from grpo_recipes.plan.models import model_facts
+from grpo_recipes.plan.models import compute_model_sizes
 from grpo_recipes.runs.rundir import read_json, write_json
 
 GPU = torch.cuda.is_available()
@@ -170,7 +170,7 @@ def held() -> dict[str, int]:
 def with_estimates(measured: dict[str, Any], sizes: dict[str, Any], shape: Shape) -> dict[str, Any]:
     """Add the workload of the measured runs and the estimates of `grpo plan` to the part ``memory`` of a record."""
     workload = {
-        **model_facts({"model_type": "qwen2", **sizes}), "per_device_train_batch_size": shape.micro_batch,
+        **compute_model_sizes({"model_type": "qwen2", **sizes}), "per_device_train_batch_size": shape.micro_batch,
         "world_size": 1, "mode": "server", "completions": shape.prompts * shape.group,
         "sequence": shape.longest + PROMPT, "completion": shape.longest, "low": "nvidia-smi" in measured["gpu"],
         "reference": False, "device": "cuda", "accelerator": "single", "bridge": None,

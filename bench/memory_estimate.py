@@ -31,7 +31,7 @@ from grpo_recipes import smoke
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.estimates import Workload
-from grpo_recipes.plan.models import model_facts
+from grpo_recipes.plan.models import compute_model_sizes
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import read_recipe
@@ -87,7 +87,7 @@ def write(result: dict[str, Any], path: Path, origin: dict[str, Any]) -> None:
 
 def compared(case: dict[str, Any]) -> dict[str, Any]:
     """Return a recorded case with its estimates."""
-    model = model_facts(case["config"])
+    model = compute_model_sizes(case["config"])
     work, result = Workload({**case["workload"], **model}), {"parameters": model["parameters"]}
     for role, parts in (("trainer", work.trainer()), ("server", work.server())):
         total, measured = sum(parts.values()), case[role]["measured"]

@@ -34,7 +34,7 @@ from transformers import AutoTokenizer, PrinterCallback
 
 from grpo_recipes.paths import cache_root, home
 from grpo_recipes.plan.commands import base_environment, run_environment, server_command, server_environment
-from grpo_recipes.plan.ports import is_free, wait_until_ready
+from grpo_recipes.plan.ports import is_port_free, wait_until_ready
 from grpo_recipes.process.scratch import make_scratch
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.configs import GRPOConfig
@@ -161,7 +161,7 @@ def train(task: Task, folder: Path, port: int, seed: int, overlap: bool, **keys:
 @contextmanager
 def server(task: Task) -> Iterator[int]:
     """Start a server of the task's model; yield its port."""
-    port = next(port for port in range(8300, 9000) if is_free("127.0.0.1", port))
+    port = next(port for port in range(8300, 9000) if is_port_free("127.0.0.1", port))
     scratch = make_scratch(os.environ)
     environment = {
         **base_environment(os.environ),

@@ -27,7 +27,7 @@ from trl.generation.vllm_client import VLLMClient
 from grpo_recipes import smoke
 from grpo_recipes.paths import home
 from grpo_recipes.plan.commands import base_environment, run_environment, server_command, server_environment
-from grpo_recipes.plan.ports import is_free, wait_until_ready
+from grpo_recipes.plan.ports import is_port_free, wait_until_ready
 from grpo_recipes.process.scratch import make_scratch
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.configs import GRPOConfig
@@ -196,7 +196,9 @@ def served(model: Path) -> Iterator[int]:
     """Serve the model with the real vLLM on the last of this process's cores, and leave that to it; yield the port."""
     cores = sorted(os.sched_getaffinity(0))
     port = next(
-        candidate for candidate in iter(lambda: random.randrange(20000, 30000), None) if is_free("127.0.0.1", candidate)
+        candidate
+        for candidate in iter(lambda: random.randrange(20000, 30000), None)
+        if is_port_free("127.0.0.1", candidate)
     )
     scratch = make_scratch(os.environ)
     recipe = read_recipe(home() / "recipes/smoke/grpo.yaml")

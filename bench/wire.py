@@ -42,7 +42,7 @@ from trl.generation.vllm_client import VLLMClient
 from grpo_recipes import smoke
 from grpo_recipes.paths import cache_root, home
 from grpo_recipes.plan.commands import base_environment, run_environment, server_command, server_environment
-from grpo_recipes.plan.ports import is_free, wait_until_ready
+from grpo_recipes.plan.ports import is_port_free, wait_until_ready
 from grpo_recipes.process.scratch import make_scratch
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.configs import GRPOConfig
@@ -157,7 +157,7 @@ def _median(rows: list[dict[str, float]], key: str) -> float:
 @contextmanager
 def served() -> Iterator[tuple[Path, str]]:
     """A server of the smoke model, and a folder for a run."""
-    port = next(port for port in random.sample(range(8000, 9000), 1000) if is_free("127.0.0.1", port))
+    port = next(port for port in random.sample(range(8000, 9000), 1000) if is_port_free("127.0.0.1", port))
     folder = cache_root(os.environ) / "smoke" / f"sums-{smoke.fingerprint()}"
     smoke.make(folder)
     scratch = make_scratch(os.environ)

@@ -28,7 +28,7 @@ def test_the_ledgers_are_well_formed_and_their_tests_exist() -> None:
 def test_a_test_exists_if_its_file_defines_its_function() -> None:
     assert exists(TEST)
     assert not exists("tests/plan/test_plan.py::test_none") and not exists("tests/none.py::test_x")
-    assert not exists("tests/plan/test_plan.py::accelerate_file")
+    assert not exists("tests/plan/test_plan.py::find_accelerate_file")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from grpo_recipes.cli import recipes
 from grpo_recipes.errors import EXIT_CONFIG_ERROR
 from grpo_recipes.launch import submission
 from grpo_recipes.paths import home
-from grpo_recipes.plan.models import model_facts
+from grpo_recipes.plan.models import compute_model_sizes
 
 MODEL = {
     "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
@@ -71,7 +71,7 @@ def test_the_same_as_json(plan):
     assert sum(memory["trainer"]["parts"].values()) > memory["trainer"]["available"]
     assert memory["trainer"]["available"] == 88 * 2**30
     assert [need["fix"] for need in memory.values()] == ["per_device_train_batch_size: 1", ""]
-    elements = model_facts(MODEL)["parameters"]
+    elements = compute_model_sizes(MODEL)["parameters"]
     assert report["disk"]["checkpoints"] == 3  # each contains the weights and two optimizer states in bfloat16
     assert report["disk"]["parts"] == {"checkpoints": 3 * 6 * elements, "model": 2 * elements}
     assert report["disk"]["available"] == pytest.approx(os.statvfs(".").f_bavail * os.statvfs(".").f_frsize, rel=0.1)

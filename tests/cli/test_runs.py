@@ -487,7 +487,7 @@ def bare_job(folder, monkeypatch):
             )
 
         monkeypatch.setattr(client, "query", ask)
-        monkeypatch.setattr(client, "_run", lambda *argv, **how: requests.append(argv) or "")
+        monkeypatch.setattr(client, "_run_command", lambda *argv, **how: requests.append(argv) or "")
         path = checkout / "logs/slurm_5.err"
         path.parent.mkdir(exist_ok=True)
         if log:

@@ -35,9 +35,9 @@ def engine_of(run: Launch) -> int:
 
 def segments() -> set[str]:
     """Return the segments under /dev/shm that no process maps and no live run has in its record."""
-    mapped = scratch._mapped(psutil.pids())
+    mapped = scratch._find_mapped_inodes(psutil.pids())
     records = "".join(path.read_text() for path in scratch.SHARED_MEMORY.glob(f"grpo-*/{scratch._SEGMENT_RECORD}"))
-    unmapped = {name for inode, name in scratch._segments().items() if inode not in mapped}
+    unmapped = {name for inode, name in scratch._list_segments().items() if inode not in mapped}
     return {name for name in unmapped if f" {name}\n" not in records}
 
 

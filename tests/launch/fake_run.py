@@ -19,7 +19,7 @@ from grpo_recipes.launch.monitor import StoppedAtOnce, StopSignals
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Ending
 from grpo_recipes.launch.run import Supervisor, supervise
-from grpo_recipes.plan.ports import reserve
+from grpo_recipes.plan.ports import reserve_port
 from grpo_recipes.plan.types import Names, Plan, Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe import Recipe
@@ -36,7 +36,7 @@ def free_port() -> int:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
-        if reserve(port):
+        if reserve_port(port):
             return port
 
 

@@ -59,7 +59,7 @@ def profile_of(folder: Path, text: str) -> str:
 
 def any_disk_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the check of free space, so that a large recipe passes on a small disk."""
-    monkeypatch.setattr(submission, "need_room", lambda *arguments: None)
+    monkeypatch.setattr(submission, "require_disk_space", lambda *arguments: None)
 
 
 def only_run(folder: Path) -> Path:

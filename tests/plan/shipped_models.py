@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_recipes.plan.models import shipped_configs
+from grpo_recipes.plan.models import load_shipped_configs
 
 # Folder under recipes/ -> parameters as published, in billions.
 PUBLISHED = {
@@ -12,6 +12,6 @@ PUBLISHED = {
 # Folder under recipes/ -> (config.json, parameters as published, in billions).
 SHIPPED = {
     hub_id.partition("/")[2]: (config, PUBLISHED[hub_id.partition("/")[2]])
-    for hub_id, config in shipped_configs().items()
+    for hub_id, config in load_shipped_configs().items()
     if not hub_id.startswith("smoke:")
 }

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan import devices
-from grpo_recipes.plan.devices import environment_device, find_resources, select_gpus, visible_gpus
+from grpo_recipes.plan.devices import environment_device, find_resources, find_visible_gpus, select_gpus
 from grpo_recipes.slurm.client import SlurmJob, read_slurm_job
 
 UUIDS = ["GPU-11111111-aaaa-bbbb-cccc-000000000001", "GPU-22222222-aaaa-bbbb-cccc-000000000002"]
@@ -71,23 +71,23 @@ def fake_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(("environment", "gpus"), [({}, ("0", "1")), ({"CUDA_VISIBLE_DEVICES": "1"}, ("1",))])
 def test_the_driver_is_asked_for_gpus(fake_nvidia_smi, environment, gpus):
-    assert visible_gpus(environment) == gpus
+    assert find_visible_gpus(environment) == gpus
 
 
 def test_slurms_own_count_makes_no_gpu(fake_nvidia_smi):
-    assert visible_gpus({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0"}) == ("0",)
+    assert find_visible_gpus({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0"}) == ("0",)
 
 
 def test_a_driver_that_hangs_is_reported_as_such(fake_nvidia_smi, monkeypatch):
     monkeypatch.setattr(devices, "_DRIVER_SECONDS", 0.2)
     fake_nvidia_smi.write_text("#!/bin/sh\nexec sleep 5\n")
     with pytest.raises(ConfigError, match=r"nvidia-smi did not answer within 0.2 seconds. Fix: exclude this node"):
-        visible_gpus({})
+        find_visible_gpus({})
 
 
 def test_a_machine_without_a_driver_has_no_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_ON_NODE": "4"}) == ()
+    assert find_visible_gpus({"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_ON_NODE": "4"}) == ()
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ import yaml
 from grpo_recipes import cli
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError
 from grpo_recipes.plan.devices import environment_device
-from grpo_recipes.plan.estimates import UnknownShape, estimate_disk, in_gib
-from grpo_recipes.plan.models import model_facts
-from grpo_recipes.plan.room import need_room
+from grpo_recipes.plan.disk_space import require_disk_space
+from grpo_recipes.plan.estimates import UnknownShape, estimate_disk, format_gib
+from grpo_recipes.plan.models import compute_model_sizes
 
 from .model_folders import SMALL, model_folder
 
-P = model_facts(SMALL)["parameters"]
+P = compute_model_sizes(SMALL)["parameters"]
 
 
 @pytest.fixture
@@ -108,24 +108,24 @@ def test_the_limit_that_is_named_fits(disk, monkeypatch):
 
 def test_where_not_even_one_fits_another_folder_is_named(disk, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=9 * P, f_frsize=1, f_files=0))
-    least = in_gib(2 * 6 * P + 2 * P)
+    least = format_gib(2 * 6 * P + 2 * P)
     assert disk().fix == f"run_root: a folder with {least} GiB free, and save_total_limit: 1"
 
 
 def test_a_run_that_cannot_fit_is_refused(read, planned, tmp_path, monkeypatch):
     recipe = read(model_name_or_path=model_folder(tmp_path / "model", SMALL), max_prompt_length=8)
     plan = planned(recipe=recipe)
-    need_room(recipe, plan, tmp_path / "runs/one")
+    require_disk_space(recipe, plan, tmp_path / "runs/one")
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=1, f_files=0))
     with pytest.raises(ConfigError) as refused:
-        need_room(recipe, plan, tmp_path / "runs/one")
+        require_disk_space(recipe, plan, tmp_path / "runs/one")
     assert "GiB are free in" in str(refused.value)
     assert "save_total_limit" in refused.value.problems[0].fix
 
 
 def test_what_cannot_be_estimated_is_not_refused(read, planned):
     recipe = read(model_name_or_path="some/model")
-    need_room(recipe, planned(recipe=recipe), Path("runs/one"))
+    require_disk_space(recipe, planned(recipe=recipe), Path("runs/one"))
     with pytest.raises(UnknownShape, match="grpo fetch"):
         estimate_disk(recipe, planned(recipe=recipe), Path("runs/one"))
 

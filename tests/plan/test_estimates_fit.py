@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from grpo_recipes.plan import estimates
-from grpo_recipes.plan.devices import gpu_memory
+from grpo_recipes.plan.devices import find_gpu_memory
 from grpo_recipes.plan.estimates import (
     GIB,
     Estimates,
@@ -20,7 +20,7 @@ from grpo_recipes.plan.estimates import (
     Workload,
     estimate_memory,
     find_needs,
-    suggest,
+    suggest_fix,
 )  # fmt: skip
 from grpo_recipes.plan.models import read_model
 from grpo_recipes.plan.speed import Speed
@@ -151,20 +151,20 @@ def workload(read, planned, model, **keys):
 def test_larger_gpus_are_named_where_no_key_is_enough(read, planned, tmp_path):
     recipe, work = workload(read, planned, model_folder(tmp_path / "model"))
     larger = "no single key makes it fit; use larger GPUs"
-    assert suggest("server", recipe, work, GIB) == f"{larger} for the server"
+    assert suggest_fix("server", recipe, work, GIB) == f"{larger} for the server"
     for changes, ending in (
         ({}, ", or more GPUs with accelerator: zero3"),
         ({"accelerator": "zero3"}, ", or more GPUs"),
         ({"use_peft": True}, ""),
     ):
-        assert suggest("trainer", recipe, Workload({**work, **changes}), GIB) == larger + ending
+        assert suggest_fix("trainer", recipe, Workload({**work, **changes}), GIB) == larger + ending
 
 
 def test_a_server_is_split_where_one_gpu_is_too_small(read, planned, tmp_path):
     recipe, work = workload(read, planned, model_folder(tmp_path / "model"), vllm_gpu_memory_utilization=0.75)
     device = 16 * GIB
     assert not find_needs(work, device)["server"].fits
-    assert suggest("server", recipe, work, device) == "vllm_tensor_parallel_size: 2"
+    assert suggest_fix("server", recipe, work, device) == "vllm_tensor_parallel_size: 2"
     assert find_needs(Workload({**work, "vllm_tensor_parallel_size": 2}), device)["server"].fits
 
 
@@ -238,12 +238,12 @@ def test_the_driver_names_the_smallest_gpu(printed, gib, tmp_path, monkeypatch):
     fake.write_text(f"#!/bin/sh\nprintf '{printed}'\n")
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert gpu_memory({}) == gib
+    assert find_gpu_memory({}) == gib
     for visible in ("0", "GPU-a"):
-        assert gpu_memory({"CUDA_VISIBLE_DEVICES": visible}) == (gib and 81559 / 1024)
-    assert gpu_memory({"CUDA_VISIBLE_DEVICES": "MIG-1"}) == gib
+        assert find_gpu_memory({"CUDA_VISIBLE_DEVICES": visible}) == (gib and 81559 / 1024)
+    assert find_gpu_memory({"CUDA_VISIBLE_DEVICES": "MIG-1"}) == gib
 
 
 def test_without_a_driver_no_memory_is_known(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpu_memory({}) is None
+    assert find_gpu_memory({}) is None

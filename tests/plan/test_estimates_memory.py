@@ -10,14 +10,14 @@ import pytest
 
 from grpo_recipes.plan import estimates
 from grpo_recipes.plan.estimates import GIB, UnknownShape, Workload
-from grpo_recipes.plan.models import model_facts
+from grpo_recipes.plan.models import compute_model_sizes
 
 from .model_folders import QWEN_7B, model_folder
 from .shipped_models import SHIPPED
 
 RESULTS = Path(__file__).parents[2] / "bench/results"
 WORK = {
-    **model_facts(QWEN_7B), "device": "cuda", "mode": "server", "accelerator": "ddp", "world_size": 8,
+    **compute_model_sizes(QWEN_7B), "device": "cuda", "mode": "server", "accelerator": "ddp", "world_size": 8,
     "dtype": "bfloat16", "low": True, "optim": "adamw_torch_fused", "reference": False,
     "gradient_checkpointing": True,
     "attn_implementation": None, "use_peft": False, "lora_r": 16, "lora_modules_to_save": None,
@@ -53,7 +53,7 @@ GPU_ROWS = [(lengths, trainer) for lengths, trainers in recorded_on_gpu()["found
 @pytest.mark.parametrize("name", sorted(recorded()))
 def test_the_estimate_is_within_15_percent_of_the_recorded_peak(name, role):
     case = recorded()[name]
-    run = Workload({**case["workload"], **model_facts(case["config"])})
+    run = Workload({**case["workload"], **compute_model_sizes(case["config"])})
     estimate = sum({"trainer": run.trainer, "server": run.server}[role]().values())
     assert estimate == pytest.approx(case[role]["measured"], rel=0.15)
     assert estimate == case[role]["estimated"], "run python bench/memory_estimate.py --recompute"
@@ -214,13 +214,13 @@ def test_activations_follow_batch_length_and_checkpointing(changes, direction):
 
 def test_queries_and_keys_that_are_normalised_head_by_head_count():
     config, _ = SHIPPED["Qwen3-4B"]
-    with_norms, plain = (model_facts({**config, "model_type": kind}) for kind in ("qwen3", "llama"))
+    with_norms, plain = (compute_model_sizes({**config, "model_type": kind}) for kind in ("qwen3", "llama"))
     added = work(**with_norms).activations - work(**plain).activations
     assert added == 4 * 1536 * (32 + 8) * 128 * 8  # tokens, width of queries and keys, bytes of a norm
 
 
 def test_zeros_of_a_config_are_estimated_all_the_same():
-    nothing = model_facts({**dict.fromkeys(QWEN_7B, 0), "model_type": "qwen2", "head_dim": 128})
+    nothing = compute_model_sizes({**dict.fromkeys(QWEN_7B, 0), "model_type": "qwen2", "head_dim": 128})
     assert work(**nothing).sequence_cache(100) == 0
     assert work(**nothing).checkpoint() == 0
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_recipes.plan.models import _KNOWN, UnknownShape, model_facts, read_model
+from grpo_recipes.plan.models import _KNOWN, UnknownShape, compute_model_sizes, read_model
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -22,14 +22,16 @@ def test_parameters_are_those_of_the_built_model(kind, tied):
     config = AutoConfig.for_model(kind, **SIZES, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert model_facts(config.to_dict())["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert compute_model_sizes(config.to_dict())["parameters"] == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
 
 
 def test_numbers_a_file_may_leave_out():
     plain = {key: value for key, value in SIZES.items() if key not in ("head_dim", "num_key_value_heads")}
-    llama = model_facts({**plain, "model_type": "llama", "torch_dtype": "bfloat16"})
+    llama = compute_model_sizes({**plain, "model_type": "llama", "torch_dtype": "bfloat16"})
     assert (llama["queries"], llama["keys"], llama["kv_heads"], llama["saved"]) == (64, 64, 4, "bfloat16")
-    gemma = model_facts({**plain, "model_type": "gemma"})
+    gemma = compute_model_sizes({**plain, "model_type": "gemma"})
     assert llama["parameters"] - gemma["parameters"] == gemma["embedding"]  # gemma ties its embeddings by default
 
 

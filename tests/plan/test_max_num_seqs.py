@@ -9,7 +9,7 @@ import pytest
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.plan.plan import make_plan, max_num_seqs, with_sources
+from grpo_recipes.plan.plan import choose_max_num_seqs, make_plan, with_sources
 
 from .model_folders import model_folder
 
@@ -72,7 +72,7 @@ def bounded(read: Any, planned: Any, tmp_path: Any) -> Any:
 
     def number(gib: float | None, device: str = "cuda", **keys: Any) -> int | None:
         recipe = read(**{**STEP, "model_name_or_path": model, "dtype": "bfloat16", "learning_rate": 1e-3, **keys})
-        return max_num_seqs(recipe, planned(recipe=recipe, gpus=GPUS, device=device), gib)
+        return choose_max_num_seqs(recipe, planned(recipe=recipe, gpus=GPUS, device=device), gib)
 
     return number
 

@@ -6,7 +6,7 @@ import pytest
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.devices import Node
-from grpo_recipes.plan.plan import describe
+from grpo_recipes.plan.plan import format_plan
 from grpo_recipes.plan.preflight import sampler_problems
 
 SHARED = {"weight_sync": "shared", "dtype": "float32"}
@@ -29,7 +29,7 @@ def test_vllm_leaves_room_on_its_gpu_as_a_colocated_one_does(planned, option):
     plan = planned(**SHARED)
     assert option(plan.process("server").argv, "--gpu-memory-utilization") == "0.3"
     note = "vLLM uses 0.3 of GPU 0 (vllm_gpu_memory_utilization), and the trainers on it use the remaining memory"
-    assert note in plan.notes and note in describe(plan)
+    assert note in plan.notes and note in format_plan(plan)
     plan = planned(**SHARED, vllm_gpu_memory_utilization=0.4)
     assert option(plan.process("server").argv, "--gpu-memory-utilization") == "0.4"
     assert option(planned(weight_sync="nccl").process("server").argv, "--gpu-memory-utilization") == "0.9"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.plan.plan import describe
+from grpo_recipes.plan.plan import format_plan
 
 NOTE = "one step off-policy: the server samples the next generation while the trainers update"
 
 
 def test_the_plan_says_that_a_run_is_one_step_off_policy(planned):
     plan = planned(overlap_generation=True)
-    assert NOTE in plan.notes and NOTE in describe(plan)
+    assert NOTE in plan.notes and NOTE in format_plan(plan)
     assert NOTE not in planned().notes
 
 

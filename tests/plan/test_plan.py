@@ -13,7 +13,7 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.plan.plan import accelerate_file, describe, with_sources
+from grpo_recipes.plan.plan import find_accelerate_file, format_plan, with_sources
 from grpo_recipes.plan.types import Process
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.check import choose_recipe
@@ -59,13 +59,13 @@ def test_the_first_gpus_serve_and_the_rest_train(planned, option, gpus, parallel
 def test_an_environment_without_trl_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"trl is not installed\. Fix: run make setup"):
-        accelerate_file("zero2", {})
+        find_accelerate_file("zero2", {})
 
 
 def test_one_gpu_means_colocate_without_a_server(planned, option):
     plan = planned(gpus=("0",))
     assert (plan.mode, plan.bridge, plan.process("server")) == ("colocate", None, None)
-    shown = describe(plan, argv=False).splitlines()
+    shown = format_plan(plan, argv=False).splitlines()
     assert "vllm       colocate (no server: vLLM is inside the trainers)" in shown
     assert f"ports      trainers {plan.ports.main_process}" in shown
     argv = plan.process("trainer").argv
@@ -395,10 +395,10 @@ def test_a_plan_is_plain_data_and_readable(planned):
     data = json.loads(json.dumps(plan.as_json()))
     assert data["batch"]["completions"] == 48
     assert [process["role"] for process in data["processes"]] == ["server", "trainer"]
-    text = describe(plan)
+    text = format_plan(plan)
     for fact in ("recipe.yaml", "48 per step", "8000", "51216", "29525", "nccl", "--served-model-name"):
         assert fact in text
-    short = describe(plan, argv=False)
+    short = format_plan(plan, argv=False)
     assert "--served-model-name" not in short and "PYTHON" not in short
     assert f"server     log {plan.process('server').log}" in short.splitlines()
 

@@ -15,8 +15,8 @@ import pytest
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import list_assets
 from grpo_recipes.plan.devices import Node
-from grpo_recipes.plan.plan import describe
-from grpo_recipes.plan.ports import Ports, choose_free_ports, need_named_ports, plan_ports
+from grpo_recipes.plan.plan import format_plan
+from grpo_recipes.plan.ports import Ports, choose_free_ports, plan_ports, require_named_ports
 from grpo_recipes.plan.types import Plan, Process
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.slurm.client import SlurmJob
@@ -98,12 +98,12 @@ def test_a_run_api_of_the_users_is_asked_and_not_started(planned: Planned, optio
 def test_a_recipe_without_atropos_has_none_of_it(planned: Planned) -> None:
     plan = planned()
     assert roles(plan) == ["server", "trainer"] and plan.data is None and not plan.ports.extensions
-    assert "--atropos_api_url" not in process_of(plan, "trainer").argv and "run-api" not in describe(plan)
+    assert "--atropos_api_url" not in process_of(plan, "trainer").argv and "run-api" not in format_plan(plan)
 
 
 def test_a_plan_says_where_groups_come_from(planned: Planned) -> None:
     plan = planned(**TWO, atropos_max_staleness=1)
-    told = describe(plan, argv=False).splitlines()
+    told = format_plan(plan, argv=False).splitlines()
     assert (
         "groups     arithmetic (weight 75%), dataset (weight 25%, first 25%); 48 sequences (12 groups of 4) a "
         "batch, at most 1 step old; run-api at http://127.0.0.1:8001"
@@ -215,7 +215,7 @@ def test_a_busy_port_of_run_api_is_replaced_or_refused_with_the_pid(read: Read) 
             f"port {busy} (atropos_port) is in use by another process; using {ports.extensions['atropos_port']}"
         ]
         recipe = read(**GROUPS, atropos_port=busy)
-        for refuse in (lambda: choose_free_ports(recipe, requested, "127.0.0.1"), lambda: need_named_ports(recipe)):
+        for refuse in (lambda: choose_free_ports(recipe, requested, "127.0.0.1"), lambda: require_named_ports(recipe)):
             with pytest.raises(ConfigError) as refused:
                 refuse()
             (problem,) = refused.value.problems

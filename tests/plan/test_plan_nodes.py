@@ -7,8 +7,8 @@ import json
 import pytest
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.plan.devices import Node, Resources, spread
-from grpo_recipes.plan.plan import describe
+from grpo_recipes.plan.devices import Node, Resources, spread_processes
+from grpo_recipes.plan.plan import format_plan
 from grpo_recipes.slurm.client import SlurmJob
 
 EIGHT = tuple("01234567")
@@ -28,7 +28,7 @@ def cpu_nodes(count: int) -> list[Node]:
      (3, [0, 8, 8], [0, 2, 1]), (1, [3, 3], [1, 0])],
 )  # fmt: skip
 def test_processes_are_spread_as_evenly_as_there_is_room(processes, rooms, shares):
-    assert spread(processes, rooms) == shares
+    assert spread_processes(processes, rooms) == shares
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -150,7 +150,7 @@ def test_nodes_that_would_do_nothing_are_refused(planned, nodes, keys, message):
 
 def test_a_plan_of_several_nodes_is_readable(planned):
     plan = planned(gpus=EIGHT, nodes=gpu_nodes(2))
-    text = describe(plan)
+    text = format_plan(plan)
     for fact in ("nodes      2: 10.0.0.1, 10.0.0.2", "trainer_1", "node 1, GPU 0, 1"):
         assert fact in text
     assert [process["node"] for process in json.loads(json.dumps(plan.as_json()))["processes"]] == [0, 0, 1]

@@ -14,7 +14,7 @@ from other_user import needs_root, other_user
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan import ports as ours
-from grpo_recipes.plan.ports import Ports, choose_free_ports, is_free, plan_ports
+from grpo_recipes.plan.ports import Ports, choose_free_ports, is_port_free, plan_ports
 from grpo_recipes.process.listeners import has_closing_connections
 from grpo_recipes.slurm.client import SlurmJob
 
@@ -74,15 +74,15 @@ def test_ports_the_user_gave_are_literal_in_slurm_too(read):
 @pytest.mark.parametrize("address", [LOOPBACK, "0.0.0.0"])
 def test_a_port_is_free_until_someone_listens(address):
     with listening(address=address) as port:
-        assert not is_free(LOOPBACK, port)
-    assert is_free(LOOPBACK, port)
+        assert not is_port_free(LOOPBACK, port)
+    assert is_port_free(LOOPBACK, port)
 
 
 def test_a_busy_port_of_our_choosing_is_replaced_with_a_note(read):
     with listening() as busy:
         ports, notes = choose_free_ports(read(), Ports(busy, unused(), unused(), None), LOOPBACK)
         assert ports.server != busy
-        assert is_free(LOOPBACK, ports.server)
+        assert is_port_free(LOOPBACK, ports.server)
     assert notes == [f"port {busy} (vllm_server_port) is in use by another process; using {ports.server}"]
 
 
@@ -177,9 +177,9 @@ def test_launches_of_the_same_moment_choose_different_ports(read):
 
 KEEPS = """
 import sys
-from grpo_recipes.plan.ports import reserve
+from grpo_recipes.plan.ports import reserve_port
 
-print(reserve(int(sys.argv[1])), flush=True)
+print(reserve_port(int(sys.argv[1])), flush=True)
 sys.stdin.readline()
 """
 
@@ -197,10 +197,10 @@ def test_a_port_the_user_gave_that_another_launch_keeps_is_refused(read):
 
 def test_a_process_of_the_run_can_listen_on_a_port_that_is_kept():
     port = unused()
-    assert ours.reserve(port) and ours.reserve(port)
+    assert ours.reserve_port(port) and ours.reserve_port(port)
     with listening(port):
-        assert not is_free(LOOPBACK, port)
-    assert is_free(LOOPBACK, port)
+        assert not is_port_free(LOOPBACK, port)
+    assert is_port_free(LOOPBACK, port)
 
 
 def test_connections_that_an_earlier_run_closed_are_not_in_the_way():
@@ -210,13 +210,13 @@ def test_connections_that_an_earlier_run_closed_are_not_in_the_way():
         accepted, _ = listener.accept()
         accepted.close()
         client.close()
-    assert has_closing_connections(port) and ours.reserve(port)
+    assert has_closing_connections(port) and ours.reserve_port(port)
 
 
 def test_a_machine_without_a_free_port_is_told_at_once(read, monkeypatch):
     """R5: the search for a port ends."""
     checked = []
-    monkeypatch.setattr(ours, "is_free", lambda host, port: checked.append(port))
+    monkeypatch.setattr(ours, "is_port_free", lambda host, port: checked.append(port))
     with pytest.raises(ConfigError) as refused:
         choose_free_ports(read(), Ports(8000, 51216, 29525, None), LOOPBACK)
     assert 10 < len(checked) < 1000

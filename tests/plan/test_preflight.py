@@ -18,7 +18,7 @@ from run_folders import small_disk
 
 from grpo_recipes.paths import home
 from grpo_recipes.plan import preflight
-from grpo_recipes.plan.preflight import find_shortages, node_problems, old_driver, slurm_bytes
+from grpo_recipes.plan.preflight import find_driver_problem, find_shortages, node_problems, parse_slurm_bytes
 
 __all__ = ["small_disk"]
 SMOKE = str(home() / "recipes/smoke/grpo.yaml")
@@ -49,7 +49,7 @@ def test_no_more_is_asked_for_than_the_node_has():
     [("256G", 256 * 2**30), ("4000", 4000 * 2**20), ("2T", 2**41), ("64gb", 2**36), ("0", math.inf), (None, math.inf)],
 )
 def test_memory_as_slurm_writes_it(text, size):
-    assert slurm_bytes(text) == size
+    assert parse_slurm_bytes(text) == size
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def eight_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (programs / "nvidia-smi").write_text(f"#!/bin/sh\nfor i in 1 2 3 4 5 6 7 8; do echo {driver}; done\n")
         (programs / "nvidia-smi").chmod(0o755)
         monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-        monkeypatch.setattr(preflight, "torch_cuda", lambda: "13.0")
+        monkeypatch.setattr(preflight, "read_torch_cuda", lambda: "13.0")
         monkeypatch.setattr(preflight, "cgroup_cores", lambda: cores)
         monkeypatch.setattr(preflight, "cgroup_memory", lambda: (memory, 0))
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
@@ -103,7 +103,7 @@ def test_a_driver_too_old_for_the_lock_is_refused_unless_a_compat_library_stands
     assert len(told(LD_LIBRARY_PATH=str(compat))) == 1
     (compat / "libcuda.so.1").touch()
     assert told(LD_LIBRARY_PATH=f"/other:{compat}") == []
-    assert old_driver("", {}) is None  # a driver that does not say
+    assert find_driver_problem("", {}) is None  # a driver that does not say
 
 
 def test_what_triton_compiles_with_is_looked_for(eight_gpus, tmp_path, monkeypatch):

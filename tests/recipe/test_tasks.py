@@ -13,7 +13,7 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch.attempt import Attempt, print_start
 from grpo_recipes.paths import home
 from grpo_recipes.plan.devices import Resources, environment_device
-from grpo_recipes.plan.plan import describe
+from grpo_recipes.plan.plan import format_plan
 from grpo_recipes.plan.types import Names
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe import Recipe, read_frozen, read_recipe
@@ -224,7 +224,7 @@ def test_a_plan_shows_what_is_optimised(planned: Callable, read: Callable[..., R
     assert any(word.endswith("/src/maxent-grpo.py") for word in plan.process("trainer").argv)
     weight = "with rewards of 0 and 1, a correct answer weighs {} an incorrect one"
     line = f"objective  listwise, tau 0.25, maxent_beta 1, loss_type dr_grpo; {weight.format('2.23 times')}"
-    assert line in describe(plan).splitlines()
+    assert line in format_plan(plan).splitlines()
     sums = planned(maxent_objective="weighted_mle", maxent_length_normalize_policy=False).as_json()["maxent"]
     assert sums == {
         "objective": "weighted_mle",
@@ -234,14 +234,18 @@ def test_a_plan_shows_what_is_optimised(planned: Callable, read: Callable[..., R
         "ratio": "4.85e+08 times",
     }
     plan = planned(flags=["--maxent_objective", "tempered", "--maxent_tau", "inf"])
-    assert f"objective  tempered, tau inf, loss_type dr_grpo; {weight.format('1 times')}" in describe(plan).splitlines()
+    assert (
+        f"objective  tempered, tau inf, loss_type dr_grpo; {weight.format('1 times')}" in format_plan(plan).splitlines()
+    )
     varied = planned(environment={"MAXENT_TAU": "0.125"}, maxent_objective="tempered")
     line = f"objective  tempered, tau 0.125, loss_type dr_grpo; {weight.format('2.98e+03 times')}"
-    assert line in describe(varied).splitlines()
+    assert line in format_plan(varied).splitlines()
     facts = json.loads(json.dumps(plan.as_json(), allow_nan=False))["maxent"]
     assert facts == {"objective": "tempered", "tau": "inf", "beta": None, "loss_type": "dr_grpo", "ratio": "1 times"}
     plan = planned()
-    assert (plan.task, plan.entry, plan.maxent) == ("grpo", "src/grpo.py", None) and "objective" not in describe(plan)
+    assert (plan.task, plan.entry, plan.maxent) == ("grpo", "src/grpo.py", None) and "objective" not in format_plan(
+        plan
+    )
 
 
 def test_a_launch_says_what_is_optimised(

@@ -27,7 +27,7 @@ from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.plan.devices import environment_device, find_resources
 from grpo_recipes.plan.estimates import estimate
-from grpo_recipes.plan.plan import describe, make_plan
+from grpo_recipes.plan.plan import format_plan, make_plan
 from grpo_recipes.process.reports import align_columns
 from grpo_recipes.recipe.check import choose_recipe, notes, reward_notes
 from grpo_recipes.recipe.check_data import evaluation_note
@@ -348,5 +348,5 @@ def plan(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({**run_plan.as_json(), **asdict(estimates)}, indent=1))
     else:
-        print(describe(run_plan, estimates=estimates.lines(), argv=options.verbose))
+        print(format_plan(run_plan, estimates=estimates.lines(), argv=options.verbose))
     return 0

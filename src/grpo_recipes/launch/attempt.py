@@ -22,7 +22,7 @@ from grpo_recipes.launch.resolve import note_job
 from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.plan.commands import base_environment, run_environment, wandb_environment
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.plan.roles import admit, dismiss
+from grpo_recipes.plan.roles import remove_access_files, write_access_files
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.process.reports import plural, print_line, say
 from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scratch
@@ -77,7 +77,7 @@ class Attempt:
         No running process is changed.
         """
         self.plan = replace(self.plan, ports=replace(self.plan.ports, server=port))
-        self.serve_command = admit(self.recipe, self.plan, self.names)
+        self.serve_command = write_access_files(self.recipe, self.plan, self.names)
         if self.serve_command:
             say(f"the server's URL changes; start your environments again with: {self.serve_command}")
 
@@ -117,8 +117,8 @@ def prepare_attempt(
         workers.begin(run.folder, names.served, scratch.token_file.read_text(), tracking)
         variables = run_environment(os.environ, scratch, run.folder, names.served)
         environment = {**base_environment(os.environ), **variables, **tracking}
-        serve_command = admit(recipe, plan, names)
-        undo.callback(dismiss, run.folder)
+        serve_command = write_access_files(recipe, plan, names)
+        undo.callback(remove_access_files, run.folder)
         # The summary is written last, so that a failure before this line leaves the status unchanged.
         restarts = previous.get("restarts", 0) + 1 if previous else 0
         summary = {"status": "running", "smoke": plan.smoke, "restarts": restarts}

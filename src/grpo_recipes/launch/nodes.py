@@ -30,8 +30,8 @@ from grpo_recipes.launch.processes import Child, Ending, StartedProcess, State, 
 from grpo_recipes.launch.rendezvous import ADDRESS_VARIABLE, RANK_VARIABLE, Meeting, connect_to_node_0
 from grpo_recipes.paths import home
 from grpo_recipes.plan.commands import base_environment, run_environment
-from grpo_recipes.plan.devices import Node, Resources, environment_device, visible_gpus
-from grpo_recipes.plan.ports import is_free, reserve
+from grpo_recipes.plan.devices import Node, Resources, environment_device, find_visible_gpus
+from grpo_recipes.plan.ports import is_port_free, reserve_port
 from grpo_recipes.plan.preflight import node_problems, raise_file_limit
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process.reports import say
@@ -336,7 +336,7 @@ class NodeWorker:
             name: [entry.address for entry in addresses if entry.family == socket.AF_INET]
             for name, addresses in psutil.net_if_addrs().items()
         }
-        gpus = visible_gpus(os.environ) if environment_device() == "cuda" else ()
+        gpus = find_visible_gpus(os.environ) if environment_device() == "cuda" else ()
         host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
         if self._address is not None:
             host = f"{self._node} ({host})"
@@ -352,7 +352,7 @@ class NodeWorker:
 
     def order_port(self, port: int) -> None:
         """Report whether a port is free on this node and could be reserved against other launches."""
-        self._report("port", free=is_free("0.0.0.0", port) and reserve(port))
+        self._report("port", free=is_port_free("0.0.0.0", port) and reserve_port(port))
 
     def order_listen(self, addresses: list[str]) -> None:
         """Listen on a new port at this node's entry of ``addresses``, and report the port or an error text.

@@ -16,7 +16,7 @@ from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.launch.rendezvous import Meeting
 from grpo_recipes.paths import CODE_VARIABLE, display_path
 from grpo_recipes.plan.commands import LOGS, log_folder
-from grpo_recipes.plan.devices import Resources, rows_of_generation
+from grpo_recipes.plan.devices import Resources, count_generation_completions
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.process.reports import can_reach, say
 from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
@@ -287,7 +287,7 @@ def _batch_sizes(recipe: Recipe, batch: Mapping[str, int]) -> str:
     """Return the sizes of an optimizer step and of a generation over all processes, for a message."""
     group_size = batch["num_generations"]
     step_prompts = batch["completions"] // group_size
-    generation_prompts = rows_of_generation(recipe, batch) // group_size
+    generation_prompts = count_generation_completions(recipe, batch) // group_size
     return f"{step_prompts} prompts per step, {generation_prompts} per generation, {group_size} completions of each"
 
 

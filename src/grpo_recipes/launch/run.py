@@ -44,20 +44,20 @@ from grpo_recipes.plan.commands import (
     with_server_port,
 )
 from grpo_recipes.plan.devices import Resources, find_resources
-from grpo_recipes.plan.plan import describe, make_plan, with_sources
+from grpo_recipes.plan.disk_space import require_disk_space
+from grpo_recipes.plan.plan import format_plan, make_plan, with_sources
 from grpo_recipes.plan.ports import (
     NotReady,
     PortTaken,
-    busy_port,
     choose_free_ports,
     find_listener,
+    make_busy_port_error,
     reserve_other_port,
     wait_until_answering,
     wait_until_ready,
 )
-from grpo_recipes.plan.preflight import need_packages
-from grpo_recipes.plan.roles import dismiss
-from grpo_recipes.plan.room import need_room
+from grpo_recipes.plan.preflight import require_packages
+from grpo_recipes.plan.roles import remove_access_files
 from grpo_recipes.plan.types import MEETING_SECONDS, Process
 from grpo_recipes.process.listeners import find_listening_sockets
 from grpo_recipes.process.reports import format_bytes, print_line, say
@@ -118,7 +118,7 @@ def _prepare(
     names = resolve.names_of(recipe, run)
     resources = preflight_nodes(workers, resources, os.environ, names.run_dir.parent)
     plan = make_plan(recipe, resources, os.environ)
-    need_packages(plan.mode)
+    require_packages(plan.mode)
     is_port_free = workers.port_of(plan.placement[0].node)
     ports, notes = choose_free_ports(recipe, plan.ports, plan.server_host, is_port_free, plan.mode == "server")
     resolve.require_wandb_access(recipe, os.environ)
@@ -131,7 +131,7 @@ def _prepare(
         from grpo_recipes.rollouts.external import connect  # imports torch
 
         connect(recipe, plan.model, os.environ)
-    need_room(recipe, plan, names.run_dir)
+    require_disk_space(recipe, plan, names.run_dir)
     hooks = AllHooks()
     hook_lines = hooks.check(recipe, os.environ, names.run)
     resolve.make_logs()
@@ -173,7 +173,7 @@ def _dry_run(options: resolve.Options, resources: Resources) -> int:
         changed = {name: value for name, value in environment.items() if os.environ.get(name) != value}
         removed = {name: "(removed)" for name in os.environ if name not in environment}
         differences[process.name] = masked_environment({**changed, **removed})
-    print(describe(plan, differences))
+    print(format_plan(plan, differences))
     return 0
 
 
@@ -202,7 +202,7 @@ def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
         end_descendants()
         shutil.rmtree(attempt.run.folder / rundir.SYNC_FOLDER, ignore_errors=True)
         attempt.scratch.remove()
-        dismiss(attempt.run.folder)
+        remove_access_files(attempt.run.folder)
     return ending
 
 
@@ -427,7 +427,7 @@ class Supervisor:
         if not find_listening_sockets(host, old_port):
             return
         if self._attempt.recipe.is_set("vllm_server_port"):
-            raise busy_port(self._attempt.recipe, "vllm_server_port", find_listener(old_port))
+            raise make_busy_port_error(self._attempt.recipe, "vllm_server_port", find_listener(old_port))
         port = reserve_other_port(host, old_port)
         holder = f"another process (pid {find_listener(old_port) or '?'})"
         say(f"port {old_port} (vllm_server_port) was taken by {holder}; using {port}")

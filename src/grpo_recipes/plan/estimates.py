@@ -1,4 +1,4 @@
-"""Estimate the memory, disk and time of a planned run, and suggest a key to change if it does not fit. No torch.
+"""Estimate the memory, disk and time of a planned run, and suggest_fix a key to change if it does not fit. No torch.
 
     estimate(plan, recipe, names, gpu_gib=80.0, walltime=None).lines()
 
@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.plan.commands import CPU_KV_CACHE_GIB, gpu_share, longest_sequence
+from grpo_recipes.plan.commands import CPU_KV_CACHE_GIB, longest_sequence, vllm_memory_fraction
 from grpo_recipes.plan.models import Facts, UnknownShape, read_model
-from grpo_recipes.plan.needs import GIB, Disk, Need, Parts, in_gib
+from grpo_recipes.plan.needs import GIB, Disk, Need, Parts, format_gib
 from grpo_recipes.plan.speed import Speed, find_speed
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
@@ -66,7 +66,11 @@ class Workload(dict[str, Any]):
 
     @classmethod
     def of(cls, recipe: Recipe, plan: Plan) -> Workload:
-        """Return the workload of a plan; raise UnknownShape without a limit of lengths, or with CONFIG_FILE."""
+        """Collect the values of a plan, its recipe and its model that affect memory.
+
+        Raise UnknownShape if the model's sizes are unknown, no key limits the length of a sequence, or CONFIG_FILE is
+        set.
+        """
         model = read_model(plan.model, str(recipe["model_name_or_path"]))
         longest, completion = longest_sequence(recipe), recipe["max_completion_length"]
         sequence = recipe["max_prompt_length"] + completion if recipe["max_prompt_length"] and completion else longest
@@ -79,7 +83,7 @@ class Workload(dict[str, Any]):
             "per_device_train_batch_size": plan.batch.per_device,
             "vllm_max_model_length": longest or model["positions"],
             "vllm_max_num_seqs": plan.max_num_seqs,
-            "vllm_gpu_memory_utilization": gpu_share(recipe, plan.mode),
+            "vllm_gpu_memory_utilization": vllm_memory_fraction(recipe, plan.mode),
             "world_size": plan.batch.world_size,
             "completions": plan.batch.per_device * plan.batch.accumulation,  # per step on one process
             "sequence": sequence,  # tokens of the longest prompt and completion together
@@ -103,7 +107,7 @@ class Workload(dict[str, Any]):
 
     @property
     def zero(self) -> bool:
-        """Whether DeepSpeed manages weights, gradients and optimizer states."""
+        """Whether DeepSpeed (ZeRO 2 or 3) manages weights, gradients and optimizer states."""
         return self["accelerator"] in ("zero2", "zero3")
 
     @property
@@ -272,7 +276,7 @@ class Workload(dict[str, Any]):
         return {name: size for name, size in peak.items() if size}
 
     def _with_gaps(self, parts: Parts) -> Parts:
-        """Add the gaps between the blocks of torch's allocator on a GPU."""
+        """Return the parts with ``allocator gaps`` added, the reserved memory between blocks; unchanged on CPU."""
         allocated = sum(size for name, size in parts.items() if name not in ("libraries", "vLLM awake"))
         return parts if self["device"] == "cpu" else parts | {"allocator gaps": int(_GAPS * allocated)}
 
@@ -315,7 +319,8 @@ def estimate_memory(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> dict[s
     gpu = int(gpu_gib * GIB) if gpu_gib is not None and plan.device == "cuda" else None
     needs = find_needs(work, gpu)
     return {
-        role: need if need.fits else replace(need, fix=suggest(role, recipe, work, gpu)) for role, need in needs.items()
+        role: need if need.fits else replace(need, fix=suggest_fix(role, recipe, work, gpu))
+        for role, need in needs.items()
     }
 
 
@@ -341,13 +346,13 @@ def find_needs(work: Workload, gpu: int | None) -> dict[str, Need]:
     return needs | {"server": Need(parts, available)}
 
 
-def suggest(role: str, recipe: Recipe, work: Workload, gpu: int | None) -> str:
-    """Return a fix, as text for the user, for a role that does not fit: the first change of keys that makes it fit.
+def suggest_fix(role: str, recipe: Recipe, work: Workload, gpu: int | None) -> str:
+    """Return the first change of recipe keys with which a role fits into memory, as text, e.g. "use_peft: true".
 
-    The changes are tried in the order of ``_changes``, those that cost little speed first. If no change is enough, the
-    fix is larger GPUs. ``gpu`` is the memory of one GPU in bytes.
+    The changes are tried in the order of ``_list_changes``: changes that cost little speed come first. If no change is
+    enough, the text asks for larger GPUs. ``gpu`` is the memory of one GPU in bytes.
     """
-    for change in _changes(role, recipe, work):
+    for change in _list_changes(role, recipe, work):
         if _is_rejected(work, change):
             continue
         needs = find_needs(Workload({**work, **change}), gpu)
@@ -362,14 +367,18 @@ def suggest(role: str, recipe: Recipe, work: Workload, gpu: int | None) -> str:
 
 
 def _is_rejected(work: Workload, change: Facts) -> bool:
-    """Return whether the weight sync method does not support a change."""
+    """Return whether the run's weight sync method does not support the recipe keys in ``change``."""
     setups = {"vllm_tensor_parallel_size": "tensor_parallel", "use_peft": "lora"}
     changed = [setups.get(key, str(value)) for key, value in change.items() if key in setups or key == "accelerator"]
     return work["bridge"] is not None and SYNC_METHODS[work["bridge"]].refusal(changed) is not None
 
 
-def _changes(role: str, recipe: Recipe, work: Workload) -> Iterator[Facts]:
-    """Yield changes of recipe keys to try for a role that does not fit; changes that cost little speed come first."""
+def _list_changes(role: str, recipe: Recipe, work: Workload) -> Iterator[Facts]:
+    """Yield changes of recipe keys (key -> value) that reduce the memory of a role, cheapest in speed first.
+
+    For the server these are the length, the memory fraction and tensor parallelism. For a trainer these are the
+    micro-batch, gradient checkpointing, vLLM's fraction and sleep mode, DeepSpeed and LoRA.
+    """
     share, heads = int(work["vllm_gpu_memory_utilization"] * _SHARES), work["heads"]
     if role == "server":
         longest = work["vllm_max_model_length"] // _LENGTH_STEP * _LENGTH_STEP
@@ -423,7 +432,9 @@ def estimate_disk(recipe: Recipe, plan: Plan, run_dir: Path) -> Disk:
     fitting = ((free or 0) - final_model) // max(
         1, checkpoint
     ) - 1  # a new checkpoint is written before an old checkpoint goes
-    larger_disk = f"run_root: a folder with {in_gib(2 * checkpoint + final_model)} GiB free, and save_total_limit: 1"
+    larger_disk = (
+        f"run_root: a folder with {format_gib(2 * checkpoint + final_model)} GiB free, and save_total_limit: 1"
+    )
     return replace(need, fix=f"save_total_limit: {fitting}" if fitting >= 1 else larger_disk)
 
 

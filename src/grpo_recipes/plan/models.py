@@ -1,4 +1,6 @@
-"""The sizes of a model, from its ``config.json`` or, before it is fetched, from the numbers shipped in ``models.json``.
+"""Compute a model's layer sizes and number of parameters from its ``config.json``, without loading the model.
+
+For the models of shipped recipes, ``models.json`` has the numbers before the model is downloaded.
 
 read_model(plan.model, recipe["model_name_or_path"])["parameters"]
 """
@@ -27,8 +29,10 @@ class UnknownShape(Exception):
     """The sizes of a model are unknown. The message gives the reason and, after a semicolon, the fix."""
 
 
-def model_facts(config: Mapping[str, Any]) -> Facts:
-    """Return the sizes of a decoder from its ``config.json``: name -> number, and ``saved``, the dtype in the file.
+def compute_model_sizes(config: Mapping[str, Any]) -> Facts:
+    """Compute the sizes of a decoder from its ``config.json``: widths, layers, heads and numbers of elements, by name.
+
+    ``saved`` in the result is the dtype in the file, or None.
 
     Raise UnknownShape for another kind of model, or if a size is missing.
     """
@@ -54,23 +58,24 @@ def model_facts(config: Mapping[str, Any]) -> Facts:
 
 
 def read_model(folder: str, name: str = "") -> Facts:
-    """Return the sizes of the model in a folder; without a config.json there, the shipped sizes of the model ``name``.
+    """Read the sizes of a model (see ``compute_model_sizes``) from the config.json in a folder.
 
-    Raise UnknownShape if neither exists.
+    Without that file, use the shipped numbers of the model ``name``. Raise UnknownShape if neither exists, if the file
+    is not a JSON mapping, or if the type of model is not supported.
     """
     file = Path(folder) / "config.json"
-    if name in shipped_configs() and not file.is_file():
-        return model_facts(shipped_configs()[name])
+    if name in load_shipped_configs() and not file.is_file():
+        return compute_model_sizes(load_shipped_configs()[name])
     absent = "its config.json is not on this machine; grpo fetch RECIPE downloads it"
     with translate(OSError, lambda _: UnknownShape(absent)):
         config = load_json_mapping(file.read_bytes())
     if config is None:
         raise UnknownShape("its config.json is not a JSON mapping")
-    return model_facts(config)
+    return compute_model_sizes(config)
 
 
 @functools.cache
-def shipped_configs() -> Mapping[str, Any]:
-    """Return the sizes in config.json of the models of shipped recipes, by model_name_or_path."""
+def load_shipped_configs() -> Mapping[str, Any]:
+    """Read ``models.json``: for each model of the shipped recipes, the sizes in its config.json."""
     configs: Mapping[str, Any] = json.loads(Path(__file__).with_name("models.json").read_text())
     return configs

@@ -1,4 +1,4 @@
-"""The bytes that one role of a run needs, part by part, compared with the available bytes.
+"""Compare the bytes that a process or the disk of a run needs, part by part, with the available bytes.
 
 Need({"weights": 2 * GIB, "optimizer": 8 * GIB}, available=16 * GIB).fits  # True
 """
@@ -11,8 +11,8 @@ GIB = 1 << 30
 Parts = dict[str, int]  # bytes
 
 
-def in_gib(size: int) -> str:
-    """Return bytes as a number of GiB, small ones to the MiB."""
+def format_gib(size: int) -> str:
+    """Format bytes as a number of GiB without a unit, with three decimals below 0.1 GiB, otherwise one."""
     return f"{size / GIB:.1f}" if size >= GIB / 10 or not size else f"{size / GIB:.3f}"
 
 
@@ -37,10 +37,10 @@ class Need:
     @property
     def size(self) -> str:
         """The total and the available size as text, for example "3.1 of 8.0 GiB"."""
-        return f"{in_gib(self.total)}{'' if self.available is None else f' of {in_gib(self.available)}'} GiB"
+        return f"{format_gib(self.total)}{'' if self.available is None else f' of {format_gib(self.available)}'} GiB"
 
     def __str__(self) -> str:
-        return f"{self.size}: " + ", ".join(f"{name} {in_gib(size)}" for name, size in self.parts.items())
+        return f"{self.size}: " + ", ".join(f"{name} {format_gib(size)}" for name, size in self.parts.items())
 
 
 @dataclass(frozen=True)

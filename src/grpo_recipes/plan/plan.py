@@ -1,10 +1,10 @@
 """Plan a run: devices, batch, weight sync method and ports, then every process. Pure: ``launch`` executes the plan.
 
     plan = make_plan(recipe, find_resources(os.environ), os.environ, names)
-    print(describe(plan))
+    print(format_plan(plan))
 
 If one GPU is visible and the recipe does not choose, vLLM runs inside the trainer. Otherwise it is a server on the
-first GPUs. The weight sync method follows from the devices (``_choose_bridge``), and the recipe's keys win over both.
+first GPUs. The weight sync method follows from the devices (``_choose_sync_method``). Keys in the recipe win over both.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import yaml
 from grpo_recipes.errors import ConfigError, config_error, translate
 from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.plan import devices
-from grpo_recipes.plan.commands import gpu_share, with_processes
+from grpo_recipes.plan.commands import vllm_memory_fraction, with_processes
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.estimates import DEFAULT_SEQUENCES, Workload, find_needs
 from grpo_recipes.plan.models import UnknownShape
 from grpo_recipes.plan.needs import GIB
 from grpo_recipes.plan.ports import plan_ports
-from grpo_recipes.plan.roles import data_of, roles
+from grpo_recipes.plan.roles import describe_data, load_roles
 from grpo_recipes.plan.types import Names, Plan, Weighting
 from grpo_recipes.recipe import Recipe, maxent
 from grpo_recipes.recipe.converters import UNREAD_VARIABLES
@@ -72,20 +72,20 @@ def make_plan(
     batch = devices.derive_batch(recipe, most_trainers)
     placement = devices.place_trainers(recipe, resources, mode, training_gpus, batch.world_size)
     if mode == "colocate":
-        _need_equal_groups(recipe, batch.world_size)
+        _require_equal_groups(recipe, batch.world_size)
     server_apart = mode == "server" and placement[0].node != 0
     spans_nodes = server_apart or (mode == "colocate" and len(placement) > 1)
     accelerator = accelerator_of(recipe, batch.world_size, environment)
     check_unused_weights(recipe, environment, accelerator, batch.world_size)
-    bridge, why_bridge = _choose_bridge(recipe, resources, mode, spans_nodes)
+    bridge, why_bridge = _choose_sync_method(recipe, resources, mode, spans_nodes)
     method = COLOCATE if mode == "colocate" else bridge
     if method and (problem := sync_problem(recipe, method, accelerator, spans_nodes, resources.device)):
         raise ConfigError(problem)
-    devices.need_shareable_gpu(recipe, resources, mode, bridge)
+    devices.require_shareable_gpu(recipe, resources, mode, bridge)
     nodes, task, model = resources.all_nodes(), task_of(recipe), recipe["model_name_or_path"]
-    gpu_shared = devices.share_gpu(recipe, resources, mode)
+    gpu_shared = devices.shares_gpu(recipe, resources, mode)
     if gpu_shared and bridge == "shared":
-        devices.need_exportable_memory(environment)
+        devices.require_exportable_memory(environment)
     # All nodes use the same number of threads, because it changes results on CPU. One core is left for the server.
     cores = min((nodes[trainers.node].cores - (mode != "colocate")) // trainers.count for trainers in placement)
     use_recipe_host = recipe.is_set("vllm_server_host") or not resources.nodes
@@ -93,7 +93,7 @@ def make_plan(
         recipe=str(recipe.path),
         task=task,
         entry=recipe.entry or ENTRIES[task],
-        maxent=_weighting(recipe) if task == MAXENT else None,
+        maxent=_describe_objective(recipe) if task == MAXENT else None,
         device=resources.device,
         mode=mode,
         bridge=bridge,
@@ -111,24 +111,24 @@ def make_plan(
         placement=placement,
         server_apart=server_apart,
         gpu_shared=gpu_shared,
-        unused_gpus=devices.find_unused_gpus(resources, devices.used_gpus(server_gpus, placement)),
+        unused_gpus=devices.find_unused_gpus(resources, devices.list_used_gpus(server_gpus, placement)),
         accelerator=accelerator,
-        accelerate_file=accelerate_file(accelerator, environment),
+        accelerate_file=find_accelerate_file(accelerator, environment),
         dtype=recipe["dtype"],
         smoke=model.startswith(SMOKE_SCHEME),
         threads=1 if resources.device == "cuda" else max(1, cores),
         notes=list(recipe.notes),
     )
-    if problems := [problem for part in roles() for problem in part.problems(recipe, plan)]:
+    if problems := [problem for part in load_roles() for problem in part.problems(recipe, plan)]:
         raise ConfigError(*problems)
-    plan = replace(plan, data=data_of(recipe, plan))
-    plan = replace(plan, max_num_seqs=max_num_seqs(recipe, plan, resources.gpu_gib))
-    plan.notes.extend(_notes(plan, recipe, resources, environment, most_trainers))
+    plan = replace(plan, data=describe_data(recipe, plan))
+    plan = replace(plan, max_num_seqs=choose_max_num_seqs(recipe, plan, resources.gpu_gib))
+    plan.notes.extend(_list_notes(plan, recipe, resources, environment, most_trainers))
     plan = with_sources(plan, recipe, resources, sources) if sources else plan
     return with_processes(plan, recipe, resources, environment, names, sources) if names else plan
 
 
-def _need_equal_groups(recipe: Recipe, trainers: int) -> None:
+def _require_equal_groups(recipe: Recipe, trainers: int) -> None:
     """Raise ConfigError if the trainers can't be divided into equal groups that each share one vLLM."""
     parallel = recipe["vllm_tensor_parallel_size"]
     if trainers % parallel:
@@ -137,24 +137,28 @@ def _need_equal_groups(recipe: Recipe, trainers: int) -> None:
         raise config_error(recipe.source("vllm_tensor_parallel_size"), f"{problem} that would share one vLLM", fix)
 
 
-def _notes(
+def _list_notes(
     plan: Plan, recipe: Recipe, resources: Resources, environment: Mapping[str, str], most_trainers: int
 ) -> Iterator[str]:
-    """Yield notes about a plan for the user; ``most_trainers`` is the number of trainers that the devices allow."""
-    used, job = devices.used_gpus(plan.server_gpus, plan.placement), resources.job
+    """Yield sentences that warn the user about a plan: ignored variables, unused GPUs, idle trainers, a shared GPU.
+
+    ``most_trainers`` is the number of trainers that the devices allow.
+    """
+    used, job = devices.list_used_gpus(plan.server_gpus, plan.placement), resources.job
     if len(used) > 1 and any(gpu.startswith("MIG-") for _, gpu in used):
         yield "NCCL between MIG slices is untested: use one slice with vllm_mode: colocate, or whole GPUs"
     yield from (f"{name} is not read: {UNREAD_VARIABLES[name]}" for name in _IGNORED_VARIABLES if environment.get(name))
     if plan.batch.world_size < most_trainers:
         used_count = f"{plan.batch.world_size} of {most_trainers} trainers"
-        yield f"{used_count} are used: no larger number divides the batch{_prompts_for_all(recipe, most_trainers)}"
+        suggestion = _suggest_prompts_per_step(recipe, most_trainers)
+        yield f"{used_count} are used: no larger number divides the batch{suggestion}"
     if resources.device == "cuda" and job and job.gpus_on_node not in (None, len(resources.gpus)):
         counts = f"Slurm reports {job.gpus_on_node} GPUs, but the driver shows {len(resources.gpus)}"
         yield f"{counts}: the plan uses the driver's number"
-    if devices.share_gpu(recipe, resources, plan.mode):
-        fraction = f"{gpu_share(recipe, 'server'):g} of GPU {', '.join(plan.server_gpus)} (vllm_gpu_memory_utilization)"
-        yield f"vLLM uses {fraction}, and the trainers on it use the remaining memory"
-    for part in roles():
+    if devices.shares_gpu(recipe, resources, plan.mode):
+        fraction = f"{vllm_memory_fraction(recipe, 'server'):g} of GPU {', '.join(plan.server_gpus)}"
+        yield f"vLLM uses {fraction} (vllm_gpu_memory_utilization), and the trainers on it use the remaining memory"
+    for part in load_roles():
         yield from part.notes(recipe, plan)
     if recipe["overlap_generation"]:
         yield OFF_POLICY
@@ -164,8 +168,11 @@ def _notes(
         yield f"GPU {', '.join(plan.unused_gpus)} is unused"
 
 
-def _prompts_for_all(recipe: Recipe, trainers: int) -> str:
-    """Suggest the nearest ``prompts_per_step`` that all trainers divide."""
+def _suggest_prompts_per_step(recipe: Recipe, trainers: int) -> str:
+    """Return a text that suggests the nearest ``prompts_per_step`` for which all trainers get equal parts.
+
+    The text is empty if the recipe does not set this key.
+    """
     prompts = recipe["prompts_per_step"]
     if prompts is None:
         return ""
@@ -174,7 +181,7 @@ def _prompts_for_all(recipe: Recipe, trainers: int) -> str:
 
 
 def with_sources(plan: Plan, recipe: Recipe, resources: Resources, sources: Assets) -> Plan:
-    """Return the plan with the folder of a downloaded model and notes about its sources.
+    """Return a copy of the plan that uses the folder of a downloaded model, with notes about models and datasets.
 
     With a folder, all processes use the same commit, because TRL passes no revision to a co-located vLLM. Raise
     ConfigError if vLLM would read the folder as a pattern.
@@ -185,10 +192,10 @@ def with_sources(plan: Plan, recipe: Recipe, resources: Resources, sources: Asse
         fix = "move it, or set CACHE_ROOT, to a folder without [ ] * ?"
         raise config_error("model_name_or_path", f"vLLM reads '{model}' as a pattern and finds no files", fix)
     plan = replace(plan, model=model, notes=[*plan.notes, *sources.notes()])
-    return replace(plan, max_num_seqs=max_num_seqs(recipe, plan, resources.gpu_gib))
+    return replace(plan, max_num_seqs=choose_max_num_seqs(recipe, plan, resources.gpu_gib))
 
 
-def max_num_seqs(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> int | None:
+def choose_max_num_seqs(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> int | None:
     """Return the most completions that a vLLM engine of the run generates at the same time.
 
     The recipe's ``vllm_max_num_seqs`` decides if it is set. By default, this is the largest number that the run
@@ -215,18 +222,18 @@ def max_num_seqs(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> int | Non
 def _requested_completions(recipe: Recipe, plan: Plan, default: int) -> int:
     """Return the most completions that the run requests from one vLLM engine at the same time."""
     world_size = plan.batch.world_size
-    requested: int = max(devices.rows_of_generation(recipe, plan.batch), (plan.eval_batch or 0) * world_size)
+    requested: int = max(devices.count_generation_completions(recipe, plan.batch), (plan.eval_batch or 0) * world_size)
     if recipe["benchmarks"]:
         samples: int = recipe["benchmark_samples"]
         requested = max(requested, recipe["max_concurrent_requests"] * samples)
     if plan.mode == "colocate":
         parallel: int = recipe["vllm_tensor_parallel_size"]
         return -(-requested * parallel // world_size)
-    return max(requested, default) if any(part.samples_by_itself(recipe) for part in roles()) else requested
+    return max(requested, default) if any(part.samples_by_itself(recipe) for part in load_roles()) else requested
 
 
-def _weighting(recipe: Recipe) -> Weighting:
-    """Return the objective of a MaxEnt recipe."""
+def _describe_objective(recipe: Recipe) -> Weighting:
+    """Return the objective of a MaxEnt recipe with its temperature, pull, loss and weight ratio for the plan."""
     name, tau, beta = (recipe[key] for key in ("maxent_objective", "maxent_tau", "maxent_beta"))
     objective = OBJECTIVES[name]
     weight = maxent.format_ratio(maxent.weight_ratio(recipe))
@@ -256,8 +263,8 @@ def _choose_mode(recipe: Recipe, resources: Resources) -> str:
             problem = "vLLM can't sleep on CPU: weights and cache are already in the machine's memory"
             raise config_error(recipe.source("vllm_enable_sleep_mode"), problem, "remove vllm_enable_sleep_mode")
         return mode
-    if len(nodes) == len(resources.gpus) == 1 and mode == "server" and not devices.share_gpu(recipe, resources, mode):
-        if need := next(filter(None, (part.needs_server(recipe) for part in roles())), None):
+    if len(nodes) == len(resources.gpus) == 1 and mode == "server" and not devices.shares_gpu(recipe, resources, mode):
+        if need := next(filter(None, (part.needs_server(recipe) for part in load_roles())), None):
             problem = f"{need[0]} a vLLM server next to the trainer, but only one GPU is visible"
             fix = f"request more GPUs, or set vllm_gpu: shared (one GPU for both){need[1]}"
             raise config_error(source, problem, fix)
@@ -272,7 +279,7 @@ def _choose_mode(recipe: Recipe, resources: Resources) -> str:
     return mode
 
 
-def _choose_bridge(recipe: Recipe, resources: Resources, mode: str, spans_nodes: bool) -> tuple[str | None, str]:
+def _choose_sync_method(recipe: Recipe, resources: Resources, mode: str, spans_nodes: bool) -> tuple[str | None, str]:
     """Return the weight sync method, and the reason for the choice as text.
 
     The method is None without a vLLM server of the run. ``spans_nodes`` means that the server and rank 0 are on
@@ -286,25 +293,25 @@ def _choose_bridge(recipe: Recipe, resources: Resources, mode: str, spans_nodes:
         return str(recipe["weight_sync"]), f"set by {recipe.source('weight_sync')}"
     if resources.device == "cpu":
         return "file", f"no GPU: safetensors in {'the run directory' if spans_nodes else 'shared memory'}"
-    if devices.share_gpu(recipe, resources, mode):
+    if devices.shares_gpu(recipe, resources, mode):
         return "file", "server and rank 0 are on one GPU: safetensors in shared memory"
     return "nccl", "server and trainers are on GPUs"
 
 
 def _smoke_path(name: str, part: str, environment: Mapping[str, str]) -> str:
-    """Return the path of a part of ``smoke:sums``; return any other name unchanged."""
+    """Return the path of the file or folder ``part`` of a built-in smoke task; return any other name unchanged."""
     return str(smoke_folder(name, environment) / part) if name.startswith(SMOKE_SCHEME) else name
 
 
-def _sizes_in(content: Any) -> Iterator[tuple[str, int]]:
-    """Yield the integers in an accelerate file with their keys."""
+def _find_integers(content: Any) -> Iterator[tuple[str, int]]:
+    """Yield (key, integer) for each integer in the nested mappings of an accelerate file."""
     for name, value in content.items() if isinstance(content, dict) else ():
         if isinstance(value, int):
             yield str(name), value
-        yield from _sizes_in(value)
+        yield from _find_integers(value)
 
 
-def accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
+def find_accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
     """Return the path of CONFIG_FILE, or of the accelerate file in TRL's package for this accelerator.
 
     Raise ConfigError if CONFIG_FILE does not exist, is not YAML, or splits sequences over processes.
@@ -317,7 +324,7 @@ def accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
         fix = "use a file that accelerate config wrote"
         with translate(yaml.YAMLError, lambda _: config_error("CONFIG_FILE", f"'{path}' is not YAML", fix)):
             content = yaml.safe_load(Path(path).read_text(errors="replace"))
-        for name, size in _sizes_in(content):
+        for name, size in _find_integers(content):
             if name.endswith(("cp_size", "sp_size", "context_parallel_size", "sequence_parallel_size")) and size > 1:
                 problem = f"{name} {size} in '{path}' splits sequences, but GRPO's loss needs whole completions"
                 raise config_error("CONFIG_FILE", problem, f"remove {name}; accelerator: zero3 saves memory too")
@@ -328,7 +335,7 @@ def accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
     return str(Path(trl.origin).with_name("accelerate_configs") / f"{ACCELERATE_FILES[accelerator]}.yaml")
 
 
-def gpu_map(plan: Plan) -> list[str]:
+def format_gpu_map(plan: Plan) -> list[str]:
     """Return a line for each node with the processes on its GPUs; no line for a plan on CPU."""
     uses: dict[int, dict[str, str]] = {}
     for gpu in plan.server_gpus:
@@ -350,13 +357,13 @@ def gpu_map(plan: Plan) -> list[str]:
 
 
 def _gpu_range(gpus: list[str]) -> str:
-    """Return ``1-7`` for GPUs with consecutive indices, else their ids."""
+    """Format GPU ids: ``1-7`` for more than two consecutive indices, otherwise the ids separated by spaces."""
     if len(gpus) > 2 and all(gpu.isdecimal() for gpu in gpus) and int(gpus[-1]) - int(gpus[0]) == len(gpus) - 1:
         return f"{gpus[0]}-{gpus[-1]}"
     return " ".join(gpus)
 
 
-def describe(
+def format_plan(
     plan: Plan,
     environment_differences: Mapping[str, Mapping[str, str]] | None = None,
     estimates: Sequence[str] = (),
@@ -382,7 +389,7 @@ def describe(
         f"vllm       {plan.vllm}",
         f"ports      {server}trainers {plan.ports.main_process}",
         *([f"nodes      {len(plan.nodes)}: {', '.join(plan.nodes)}"] if several else []),
-        *gpu_map(plan),
+        *format_gpu_map(plan),
         *estimates,
         *(f"note       {note}" for note in plan.notes),
     ]

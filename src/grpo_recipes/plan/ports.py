@@ -107,10 +107,10 @@ def choose_free_ports(
         address = LOOPBACK if key in ports.extensions else host
         is_usable = partial(_reserve_if_free, chosen.values(), address, reserve_remote)
         if recipe.is_set(key) and not is_usable(planned):
-            raise busy_port(recipe, key, None if reserve_remote else find_listener(planned))
-        port = planned if recipe.is_set(key) else next(filter(is_usable, _candidates(planned)), None)
+            raise make_busy_port_error(recipe, key, None if reserve_remote else find_listener(planned))
+        port = planned if recipe.is_set(key) else next(filter(is_usable, _list_candidate_ports(planned)), None)
         if port is None:
-            raise _no_free_port(key, planned)
+            raise _make_no_free_port_error(key, planned)
         if port != planned:
             users = [f"the run's {other}" for other in chosen if chosen[other] == planned]
             user = (users or ["in use by another process"])[0]
@@ -119,20 +119,20 @@ def choose_free_ports(
     return _make_ports(ports.by_key() | chosen, ports.vllm_internal), notes
 
 
-def need_named_ports(recipe: Recipe) -> None:
-    """Raise ConfigError if a port that the user has set is busy. Nothing is reserved.
+def require_named_ports(recipe: Recipe) -> None:
+    """Raise ConfigError if a port that the recipe sets is in use by another process. Nothing is reserved.
 
     A sweep checks this before its first run.
     """
     for key in port_keys():
         needed = key == "main_process_port" or starts_server(recipe)
         host = LOOPBACK if key not in DEFAULT_PORTS else recipe["vllm_server_host"]
-        if needed and recipe.is_set(key) and not is_free(host, recipe[key]):
-            raise busy_port(recipe, key, find_listener(recipe[key]))
+        if needed and recipe.is_set(key) and not is_port_free(host, recipe[key]):
+            raise make_busy_port_error(recipe, key, find_listener(recipe[key]))
 
 
-def busy_port(recipe: Recipe, key: str, owner: int | None) -> ConfigError:
-    """Return the error for a user's port that another process uses; ``owner`` is its process id, if known."""
+def make_busy_port_error(recipe: Recipe, key: str, owner: int | None) -> ConfigError:
+    """Return the ConfigError for the user's port ``key``, which another process uses; ``owner`` is its pid or None."""
     problem = f"port {recipe[key]} is in use by another process{f' (pid {owner})' if owner else ''}"
     return config_error(recipe.source(key), problem, f"free it, or remove {key} and let the launcher choose")
 
@@ -140,35 +140,39 @@ def busy_port(recipe: Recipe, key: str, owner: int | None) -> ConfigError:
 def _reserve_if_free(
     chosen: Collection[int], address: str, reserve_remote: Callable[[int], bool] | None, port: int
 ) -> bool:
-    """Reserve a port that is free and not already ``chosen``; return whether this succeeded."""
+    """Reserve a port if it is free and not in ``chosen``; return whether this succeeded.
+
+    ``address`` is the listening address. ``reserve_remote`` reserves the port on another node instead of this node.
+    """
     if port in chosen:
         return False
-    return reserve_remote(port) if reserve_remote else is_free(address, port) and reserve(port)
+    return reserve_remote(port) if reserve_remote else is_port_free(address, port) and reserve_port(port)
 
 
-def _candidates(first: int) -> Iterator[int]:
-    """Yield a port and its alternatives, in the order to try them."""
+def _list_candidate_ports(first: int) -> Iterator[int]:
+    """Yield a port and up to 99 alternatives in steps of ten, in the order in which they are tried."""
     port = first
     for _ in range(_MOST_TRIES):
         yield port
         port = port + _BLOCK_SIZE if port + _BLOCK_SIZE <= 65535 else _BLOCK_BASE
 
 
-def _no_free_port(key: str, first: int) -> ConfigError:
+def _make_no_free_port_error(key: str, first: int) -> ConfigError:
+    """Return the ConfigError for the port of ``key`` if ``first`` and all its alternatives are in use."""
     problem = f"no free port found: {_MOST_TRIES} ports from {first} on are in use by other processes"
     return config_error(key, problem, f"set {key} to a free port (ss -ltn lists the ports in use)")
 
 
 def reserve_other_port(host: str, old_port: int) -> int:
-    """Reserve a free port for a server if another process took its port; raise ConfigError if none is free."""
-    for port in _candidates(old_port):
-        if port != old_port and is_free(host, port) and reserve(port):
+    """Reserve and return another free port than ``old_port`` for the vLLM server; raise ConfigError if none is free."""
+    for port in _list_candidate_ports(old_port):
+        if port != old_port and is_port_free(host, port) and reserve_port(port):
             return port
-    raise _no_free_port("vllm_server_port", old_port)
+    raise _make_no_free_port_error("vllm_server_port", old_port)
 
 
-def reserve(port: int) -> bool:
-    """Keep other launches from using ``port`` while this process runs; return False if another process has it.
+def reserve_port(port: int) -> bool:
+    """Bind a socket to ``port``, so that no other launch uses it while this process runs; return whether it was free.
 
     A run's processes listen on their ports only seconds after the choice. Until then, and between two servers, a socket
     of this process is bound to the port. It binds without SO_REUSEADDR, which fails if any process is bound there. Then
@@ -192,8 +196,8 @@ def reserve(port: int) -> bool:
     return True
 
 
-def is_free(host: str, port: int) -> bool:
-    """Return whether a server could now listen on ``host:port`` and on all interfaces.
+def is_port_free(host: str, port: int) -> bool:
+    """Return whether a server could now bind ``host:port`` and the port on all interfaces, by trying both.
 
     Raise ConfigError if ``host`` is not an address of this machine.
     """
@@ -241,7 +245,7 @@ def wait_until_ready(
     owner = OwnListener(host, port, lambda: root_pid)
 
     def serves() -> bool:
-        return name in _served_models(host, port, token, owner)
+        return name in _list_served_models(host, port, token, owner)
 
     return _wait_for_listener(alive, owner, port, serves, "the vLLM server", timeout, " s (vllm_server_timeout)")
 
@@ -301,7 +305,11 @@ def _wait_for_listener(
     return time.monotonic() - start
 
 
-def _served_models(host: str, port: int, token: str, owner: OwnListener) -> list[str]:
+def _list_served_models(host: str, port: int, token: str, owner: OwnListener) -> list[str]:
+    """Return the model names that a vLLM server reports at /v1/models; [] without a valid answer.
+
+    Raise NotReady if it rejects the token.
+    """
     try:
         status, body = get(host, port, "/v1/models", _authorization(token), owner)
         if status == 401:
@@ -317,7 +325,7 @@ def _authorization(token: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Activity:
-    """The work that a vLLM server has done and still has to do."""
+    """The tokens that a vLLM server has sampled, and the requests that it has not answered yet."""
 
     tokens: float  # tokens sampled since its start, as reported by the engine
     requests: int  # unanswered requests: generations, weight loads, pauses

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from grpo_recipes.errors import Problem, config_error
-from grpo_recipes.plan.devices import nvidia_smi
+from grpo_recipes.plan.devices import run_nvidia_smi
 from grpo_recipes.process.reports import format_bytes
 from grpo_recipes.process.scratch import SHARED_MEMORY, node_folder
 from grpo_recipes.recipe.registry import COLOCATE, built_for_cpu
@@ -50,8 +50,8 @@ def node_problems(gpus: int, environment: Mapping[str, str]) -> list[Problem]:
     """
     problems = list(_scratch_problems(environment))
     if gpus:
-        version = (nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader") or "").split("\n")[0].strip()
-        if driver_problem := old_driver(version, environment):
+        version = (run_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader") or "").split("\n")[0].strip()
+        if driver_problem := find_driver_problem(version, environment):
             problems.append(Problem("NVIDIA driver", *driver_problem))
         problems += [*compiler_problems(environment), *sampler_problems(environment)]
         cores, (memory, _) = min(len(os.sched_getaffinity(0)), cgroup_cores()), cgroup_memory()
@@ -63,7 +63,7 @@ def node_problems(gpus: int, environment: Mapping[str, str]) -> list[Problem]:
     return problems
 
 
-def need_packages(mode: str) -> None:
+def require_packages(mode: str) -> None:
     """Raise ConfigError if vLLM is missing in a run that uses it, or if packages for CUDA break the torch for CPU."""
     if packages := cuda_packages_with_cpu_torch():
         problem = f"{', '.join(packages)} for CUDA can't be combined with torch for CPU: importing a model fails"
@@ -108,7 +108,7 @@ def find_shortages(
     return shortages
 
 
-def slurm_bytes(text: str | None) -> float:
+def parse_slurm_bytes(text: str | None) -> float:
     """Return the bytes of a value of Slurm's ``--mem``, such as 64G; a number without a unit is in megabytes.
 
     The result is infinite for None, for text in another format, and for 0, which requests the whole node.
@@ -117,12 +117,12 @@ def slurm_bytes(text: str | None) -> float:
     return int(match[1]) * _UNITS[match[2] or "M"] if match and int(match[1]) else math.inf
 
 
-def old_driver(version: str, environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the problem and its fix if the driver is too old for the installed torch; else None.
+def find_driver_problem(version: str, environment: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return (problem, fix) if the NVIDIA driver ``version`` is too old for the CUDA of the installed torch, else None.
 
     NVIDIA's forward-compatibility libraries in LD_LIBRARY_PATH make an old driver acceptable.
     """
-    cuda = torch_cuda()
+    cuda = read_torch_cuda()
     if cuda is None or not version.split(".")[0].isdigit():
         return None
     oldest = _OLDEST_DRIVER.get(cuda.split(".")[0], max(_OLDEST_DRIVER.values()))
@@ -135,7 +135,7 @@ def old_driver(version: str, environment: Mapping[str, str]) -> tuple[str, str] 
     return problem, f"request a node with driver branch {oldest} or newer, or load the site's cuda-compat module"
 
 
-def torch_cuda() -> str | None:
+def read_torch_cuda() -> str | None:
     """Read the CUDA version of the installed torch from its files, without an import.
 
     Return None for a CPU build or without torch.
@@ -147,7 +147,7 @@ def torch_cuda() -> str | None:
 
 
 def compiler_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield a missing C compiler or Python.h: Triton compiles a C module for each kernel at its first use."""
+    """Yield a Problem if the C compiler or Python.h is missing; Triton compiles C code for each kernel."""
     compiler = environment.get("CC")
     if not any(shutil.which(name) for name in ([compiler] if compiler else ["gcc", "clang"])):
         names = f"CC={compiler}" if compiler else "gcc or clang"
@@ -160,7 +160,7 @@ def compiler_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def sampler_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield a missing nvcc if the user enabled FlashInfer's sampler, which nvcc compiles at its first use."""
+    """Yield a Problem if VLLM_USE_FLASHINFER_SAMPLER is 1, but nvcc, which compiles the sampler, is missing."""
     toolkits = [Path(environment.get(name) or "/usr/local/cuda") for name in ("CUDA_HOME", "CUDA_PATH")]
     path = environment.get("PATH")
     if environment.get(FLASHINFER_SAMPLER) != "1" or any((toolkit / "bin/nvcc").is_file() for toolkit in toolkits):
@@ -171,13 +171,16 @@ def sampler_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _scratch_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield the causes of a crash at vLLM's start: long socket names, few file descriptors, little shared memory."""
+    """Yield a Problem for each cause of a crash at vLLM's start that this node has.
+
+    These are long socket names, few inodes, a low limit of open files, and little free shared memory.
+    """
     temporary = node_folder(environment)
     if (length := socket_length(temporary)) > SOCKET_BYTES:
         problem = f"{temporary} is too long for a unix socket ({length} of {SOCKET_BYTES} bytes)"
         yield Problem("TMPDIR", problem, "export TMPDIR=/tmp, or another short folder on the node")
     for name, folder in (("TMPDIR", temporary), (str(SHARED_MEMORY), SHARED_MEMORY)):
-        if folder.is_dir() and (shortage := inode_shortage(folder)):
+        if folder.is_dir() and (shortage := describe_inode_shortage(folder)):
             fix = "remove leftover files there (grpo doctor), or mount it with more inodes"
             yield Problem(name, f"{shortage} in {folder}", "set TMPDIR to another disk" if name == "TMPDIR" else fix)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -190,8 +193,11 @@ def _scratch_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
         yield Problem(str(SHARED_MEMORY), problem, fix)
 
 
-def inode_shortage(folder: Path) -> str:
-    """Describe the shortage if a folder's file system has few inodes left; else return "". The folder may be new."""
+def describe_inode_shortage(folder: Path) -> str:
+    """Return a text with the free inodes of a folder's file system if a run needs more, otherwise "".
+
+    The folder need not exist yet.
+    """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     with contextlib.suppress(OSError):
         disk = os.statvfs(existing)
@@ -201,7 +207,10 @@ def inode_shortage(folder: Path) -> str:
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files for this process and its children; many shells set it to 1,024."""
+    """Raise the soft limit of open files (RLIMIT_NOFILE) for this process and its children to at most 65,536.
+
+    Many shells set it to 1,024.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
         most = _MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, _MANY_FILES)
@@ -222,10 +231,10 @@ def free_memory() -> float:
 def cgroup_memory(cgroups: str | None = None, root: Path = _CGROUPS) -> tuple[float, float]:
     """Return the memory limit and the used bytes of this process's cgroup with the lowest limit.
 
-    Without a limit, the result is infinity and 0. For ``cgroups`` and ``root``, see ``_cgroup_numbers``.
+    Without a limit, the result is infinity and 0. For ``cgroups`` and ``root``, see ``_read_cgroup_numbers``.
     """
     files = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    pairs = _cgroup_numbers(files, cgroups, root)
+    pairs = _read_cgroup_numbers(files, cgroups, root)
     limits = [(limit, used) for limit, used in pairs if limit < 2**60]  # version 1 writes 2^63 without a limit
     return min(limits, default=(math.inf, 0))
 
@@ -233,13 +242,15 @@ def cgroup_memory(cgroups: str | None = None, root: Path = _CGROUPS) -> tuple[fl
 def cgroup_cores(cgroups: str | None = None, root: Path = _CGROUPS) -> float:
     """Return the lowest CPU quota of this process's cgroups in cores, infinite without a quota.
 
-    For ``cgroups`` and ``root``, see ``_cgroup_numbers``.
+    For ``cgroups`` and ``root``, see ``_read_cgroup_numbers``.
     """
     files = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-    return min((quota / period for quota, period in _cgroup_numbers(files, cgroups, root)), default=math.inf)
+    return min((quota / period for quota, period in _read_cgroup_numbers(files, cgroups, root)), default=math.inf)
 
 
-def _cgroup_numbers(files: tuple[tuple[str, ...], ...], cgroups: str | None, root: Path) -> Iterator[tuple[int, int]]:
+def _read_cgroup_numbers(
+    files: tuple[tuple[str, ...], ...], cgroups: str | None, root: Path
+) -> Iterator[tuple[int, int]]:
     """Yield the two numbers in each group of ``files`` (version 2, version 1) for every cgroup of this process.
 
     ``cgroups`` is the content of /proc/self/cgroup and ``root`` the mount point of cgroups. In a container the path

@@ -1,4 +1,4 @@
-"""Additions of extensions to a plan: a description of their data, notes, problems, and processes with their own roles.
+"""Let extensions add to a plan: processes with their own roles, checks, notes, and a description of their data.
 
 An extension subclasses ``Roles`` and names an object of that class as ``Extension.roles``. The plan calls every
 installed extension. An extension that the recipe does not use adds nothing.
@@ -38,11 +38,11 @@ class Roles:
         return None
 
     def samples_by_itself(self, recipe: Recipe) -> bool:
-        """Return whether its processes send their own requests to the server."""
+        """Return whether processes of this extension send their own sampling requests to the vLLM server."""
         return False
 
     def processes(self, recipe: Recipe, plan: Plan, names: Names) -> list[Process]:
-        """Return the processes to add."""
+        """Return the processes that the launcher must start in addition to the server and the trainers."""
         return []
 
     def server_variables(self, recipe: Recipe, names: Names) -> dict[str, str]:
@@ -54,32 +54,39 @@ class Roles:
         return {}
 
     def admit(self, recipe: Recipe, plan: Plan, names: Names) -> str | None:
-        """Let the user's own processes reach the run, and return the command to start one; None if there are none.
+        """Write the files with which processes that the user starts can join the run, for example environments.
 
-        The launcher calls this before the server starts, and again if the server moves to another port.
+        Return the shell command to start such a process, or None if no process may join the run. The launcher calls
+        this before the server starts, and again if the server moves to another port.
         """
         return None
 
     def dismiss(self, run_dir: Path) -> None:
-        """Undo ``admit``. The launcher calls this at the end of an attempt, even if it did not call ``admit``."""
+        """Remove the files that ``admit`` wrote, so that no other process can join the run.
+
+        The launcher calls this at the end of an attempt, even if it did not call ``admit``.
+        """
 
 
-def roles() -> Iterator[Roles]:
-    """Yield the additions of every installed extension."""
+def load_roles() -> Iterator[Roles]:
+    """Import and yield the ``Roles`` object of every installed extension that has one."""
     yield from parts("roles")
 
 
-def data_of(recipe: Recipe, plan: Plan) -> Data | None:
-    """Return the source of a plan's prompts; None if it reads datasets."""
-    return next((data for part in roles() if (data := part.data(recipe, plan))), None)
+def describe_data(recipe: Recipe, plan: Plan) -> Data | None:
+    """Return the first extension's description of the source of prompts; None if all prompts come from a dataset."""
+    return next((data for part in load_roles() if (data := part.data(recipe, plan))), None)
 
 
-def admit(recipe: Recipe, plan: Plan, names: Names) -> str | None:
-    """Let the user's own processes reach the run, and return the command to start one; None if there are none."""
-    return next((command for part in roles() if (command := part.admit(recipe, plan, names))), None)
+def write_access_files(recipe: Recipe, plan: Plan, names: Names) -> str | None:
+    """Call ``Roles.admit`` of the extensions until one returns a command, and return this command, otherwise None.
+
+    The command starts a process of the user that joins the run.
+    """
+    return next((command for part in load_roles() if (command := part.admit(recipe, plan, names))), None)
 
 
-def dismiss(run_dir: Path) -> None:
-    """Undo ``admit`` for every extension."""
-    for part in roles():
+def remove_access_files(run_dir: Path) -> None:
+    """Remove the access files of every extension (``Roles.dismiss``)."""
+    for part in load_roles():
         part.dismiss(run_dir)

@@ -1,4 +1,4 @@
-"""The plan of a run as data: batch, devices, ports and processes. ``make_plan`` makes it and ``launch`` executes it.
+"""The plan of a run as data: batch, devices, ports and processes. ``make_plan`` creates it, ``launch`` executes it.
 
 ``as_json`` writes it to plan.json, so field names are a file format: renaming one breaks earlier runs.
 """
@@ -53,7 +53,7 @@ class Process:
 
     @classmethod
     def of_json(cls, data: Mapping[str, Any]) -> Process:
-        """Read a process from plan.json."""
+        """Return the process from the JSON mapping of ``dataclasses.asdict``, as plan.json stores it."""
         return cls(**{**data, **{name: tuple(data[name]) for name in _TUPLES}})
 
     def full_environment(self, shared: Mapping[str, str]) -> dict[str, str]:

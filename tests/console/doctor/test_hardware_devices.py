@@ -34,7 +34,7 @@ def fake_nvidia_smi(fake_program):
 
 @pytest.fixture(autouse=True)
 def fake_cuda_torch(monkeypatch):
-    monkeypatch.setattr(preflight, "torch_cuda", lambda: "13.0")
+    monkeypatch.setattr(preflight, "read_torch_cuda", lambda: "13.0")
 
 
 def test_a_new_driver_is_right(fake_nvidia_smi, cuda_machine):
@@ -51,7 +51,7 @@ def test_a_new_driver_is_right(fake_nvidia_smi, cuda_machine):
 def test_the_driver_must_be_of_the_branch_that_torchs_cuda_needs(
     fake_nvidia_smi, cuda_machine, monkeypatch, cuda, driver, status
 ):
-    monkeypatch.setattr(preflight, "torch_cuda", lambda: cuda)
+    monkeypatch.setattr(preflight, "read_torch_cuda", lambda: cuda)
     fake_nvidia_smi(row(0, driver=driver))
     finding = hardware.gpus(cuda_machine())
     assert finding.status == status and ("cuda-compat" in finding.fix) == (status == "problem")
@@ -134,13 +134,13 @@ def test_the_cuda_version_is_read_from_torchs_own_file(monkeypatch, tmp_path, te
     (tmp_path / "version.py").write_text(text)
     fake_spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: fake_spec)
-    assert preflight.torch_cuda() == cuda
+    assert preflight.read_torch_cuda() == cuda
 
 
 def test_the_installed_torch_has_such_a_file(monkeypatch):
     monkeypatch.undo()
     cpu = importlib.metadata.version("torch").endswith("+cpu")
-    assert (preflight.torch_cuda() is None) == cpu
+    assert (preflight.read_torch_cuda() is None) == cpu
 
 
 IDLE = "main|infinite|2|gpu:a100:4|idle|n[1-2]"

@@ -115,7 +115,7 @@ def test_memory_for_the_training_on_cpu(case, local):
 
 
 def test_memory_of_gpus_is_that_of_the_plan(case, local, planned, monkeypatch):
-    monkeypatch.setattr(recipes, "gpu_memory", lambda environment: 80.0)
+    monkeypatch.setattr(recipes, "find_gpu_memory", lambda environment: 80.0)
 
     def memory(megabytes: int):
         model_case = case(model_name_or_path=local(megabytes))
@@ -125,7 +125,7 @@ def test_memory_of_gpus_is_that_of_the_plan(case, local, planned, monkeypatch):
     too_much = memory(30_000)
     assert too_much.status == "problem" and "use_peft: true" in too_much.fix and "of 80.0 GiB" in too_much.value
     assert memory(100).status == "ok"
-    monkeypatch.setattr(recipes, "gpu_memory", lambda environment: None)
+    monkeypatch.setattr(recipes, "find_gpu_memory", lambda environment: None)
     assert memory(30_000).status == "ok" and " of " not in memory(30_000).value
 
 

@@ -26,7 +26,7 @@ from grpo_recipes.fetch.hub import endpoint, is_offline
 from grpo_recipes.launch.resolve import OFFLINE_WANDB, needs_wandb
 from grpo_recipes.paths import display_path, home
 from grpo_recipes.plan.commands import base_environment
-from grpo_recipes.plan.ports import DEFAULT_PORTS, find_listener, is_free, plan_ports
+from grpo_recipes.plan.ports import DEFAULT_PORTS, find_listener, is_port_free, plan_ports
 from grpo_recipes.plan.preflight import cuda_packages_with_cpu_torch
 from grpo_recipes.process.answers import bounded_opener
 from grpo_recipes.recipe.converters import UNREAD_VARIABLES
@@ -363,7 +363,7 @@ def _check_port(key: str, port: int, is_chosen: bool) -> Finding:
 
     A port in use is a problem if the user chose it with ``key`` (``is_chosen``), otherwise a warning.
     """
-    if is_free("0.0.0.0", port):
+    if is_port_free("0.0.0.0", port):
         return ok(f"{port} free")
     pid = find_listener(port)
     process = psutil.Process(pid) if pid else None

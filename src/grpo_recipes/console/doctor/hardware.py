@@ -72,8 +72,8 @@ def gpus(machine: Machine) -> Finding:
         findings.append(apply_first_rule(value, (not ids, PROBLEM, "unset CUDA_VISIBLE_DEVICES, or set it to GPUs")))
     if machine.device == "cuda":
         version = rows[0]["driver_version"]
-        old = preflight.old_driver(version, machine.environment)
-        findings.append(problem(*old) if old else ok(f"driver {version}, torch for CUDA {preflight.torch_cuda()}"))
+        old = preflight.find_driver_problem(version, machine.environment)
+        findings.append(problem(*old) if old else ok(f"driver {version}, torch for CUDA {preflight.read_torch_cuda()}"))
     if granted and granted.isdigit() and int(granted) != len(ids):
         fix = "the driver's count is used; check --gres and the site's gres.conf"
         findings.append(warning(f"{value}, but Slurm granted {granted}", fix))

@@ -13,7 +13,7 @@ from grpo_recipes.fetch.assets import Assets, find_assets
 from grpo_recipes.fetch.hub import describe_gated_model, explain_access
 from grpo_recipes.launch.resolve import names_of
 from grpo_recipes.paths import display_path, shell_path
-from grpo_recipes.plan.devices import find_resources, gpu_memory, used_gpus
+from grpo_recipes.plan.devices import find_gpu_memory, find_resources, list_used_gpus
 from grpo_recipes.plan.estimates import Estimates, estimate
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.preflight import free_memory
@@ -44,7 +44,7 @@ class Case(Machine):
     @functools.cached_property
     def estimates(self) -> Estimates:
         """Memory and disk estimates of the plan, as in `grpo plan`."""
-        return estimate(self.plan, self.recipe, names_of(self.recipe), gpu_memory(self.environment), None)
+        return estimate(self.plan, self.recipe, names_of(self.recipe), find_gpu_memory(self.environment), None)
 
 
 def gpu_plan(case: Case) -> Finding:
@@ -62,7 +62,7 @@ def gpu_plan(case: Case) -> Finding:
                 f"{first.what}: normal on a login node", "show the plan of a job with: grpo plan RECIPE --gpus 8"
             )
         raise
-    gpus = len(used_gpus(plan.server_gpus, plan.placement))
+    gpus = len(list_used_gpus(plan.server_gpus, plan.placement))
     summary = f"vllm {plan.mode}, training processes: {plan.batch.world_size}" + (f", GPUs: {gpus}" if gpus else "")
     summary += f"; unused GPUs: {', '.join(plan.unused_gpus)}" if plan.unused_gpus else ""
     return apply_first_rule(summary, (plan.unused_gpus, WARNING, "request fewer GPUs, or change prompts_per_step"))

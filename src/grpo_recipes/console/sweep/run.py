@@ -25,7 +25,7 @@ from grpo_recipes.launch.resolve import note_job
 from grpo_recipes.paths import display_path, python_module, shell_path
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.plan import make_plan
-from grpo_recipes.plan.ports import need_named_ports
+from grpo_recipes.plan.ports import require_named_ports
 from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.terminal import LOG
 from grpo_recipes.process.tree import die_with_parent
@@ -82,7 +82,7 @@ def start_sweep(
     if backend.profile:
         trials = _prepare_array(spec, trials, backend.profile, environment)
     elif not dry_run:
-        map_trials(recipes, need_named_ports)
+        map_trials(recipes, require_named_ports)
     if spec.search:
         sweeps.check_metric(trials[0].recipe, spec.search.metric)
     sweep = None if new else sweeps.find_unfinished_sweep(spec, trials, elsewhere)

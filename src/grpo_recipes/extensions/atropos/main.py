@@ -30,7 +30,7 @@ from grpo_recipes.extensions.atropos.recipe import ATROPOS_ENVIRONMENTS
 from grpo_recipes.extensions.atropos.rules import takes_groups
 from grpo_recipes.launch.run import launch
 from grpo_recipes.paths import display_path, home
-from grpo_recipes.plan.devices import Resources, find_resources, format_trainers, rows_of_generation
+from grpo_recipes.plan.devices import Resources, count_generation_completions, find_resources, format_trainers
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.process.reports import can_reach
 from grpo_recipes.recipe import merge_recipe
@@ -241,7 +241,7 @@ def _check(request: AtroposLaunch) -> AtroposLaunch:
         fix = f"set {MODE} {SHARED} to share the GPU, or request more GPUs"
         raise config_error(MODE, "separate server and trainer need two GPUs, only one is visible", fix)
     batch = make_plan(recipe, request.resources, os.environ).batch
-    rows, size = rows_of_generation(recipe, batch), batch.num_generations
+    rows, size = count_generation_completions(recipe, batch), batch.num_generations
     steps = f" x {rows // batch.completions} steps" if rows > batch.completions else ""
     factors = (
         f"{batch.per_device} a forward pass x {batch.accumulation} accumulated x {format_trainers(batch.world_size)}"

@@ -21,7 +21,7 @@ from grpo_recipes.extensions.atropos.recipe import (
 )
 from grpo_recipes.extensions.atropos.rules import packing_problems
 from grpo_recipes.paths import python_module
-from grpo_recipes.plan.devices import rows_of_generation
+from grpo_recipes.plan.devices import count_generation_completions
 from grpo_recipes.plan.ports import LOOPBACK, Ports
 from grpo_recipes.plan.roles import Roles
 from grpo_recipes.plan.types import Data, Names, Plan, Process
@@ -114,7 +114,7 @@ class AtroposRoles(Roles):
             allocation = environment.min_allocation
             details = ", ".join(filter(None, (weight, "" if allocation is None else f"first {allocation:.0%}")))
             names.append(f"{label} ({details})" if details else label)
-        rows, group_size = rows_of_generation(recipe, plan.batch), plan.batch.num_generations
+        rows, group_size = count_generation_completions(recipe, plan.batch), plan.batch.num_generations
         batch = f"{rows} sequences ({rows // group_size} groups of {group_size}) a batch"
         staleness = recipe["atropos_max_staleness"]
         age = "of any age" if staleness is None else f"at most {staleness} step{'' if staleness == 1 else 's'} old"
@@ -129,7 +129,7 @@ class AtroposRoles(Roles):
         """
         if not uses_atropos(recipe.__getitem__):
             return
-        deadlocks = [*packing_problems(recipe, rows_of_generation(recipe, plan.batch))]
+        deadlocks = [*packing_problems(recipe, count_generation_completions(recipe, plan.batch))]
         yield from deadlocks
         if not deadlocks and PORT in plan.ports.extensions and plan.server_apart:
             where, node = recipe.location("atropos_environment"), plan.placement[0].node

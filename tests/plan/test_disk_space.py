@@ -11,8 +11,8 @@ import pytest
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan import preflight
-from grpo_recipes.plan.preflight import inode_shortage, node_problems
-from grpo_recipes.plan.room import need_room
+from grpo_recipes.plan.disk_space import require_disk_space
+from grpo_recipes.plan.preflight import describe_inode_shortage, node_problems
 
 
 @pytest.fixture
@@ -30,10 +30,10 @@ def few(tmp_path: Path) -> Iterator[Path]:
 def test_a_run_folder_without_inodes_is_rejected(few: Path, read, planned) -> None:
     recipe = read()
     with pytest.raises(ConfigError) as rejected:
-        need_room(recipe, planned(recipe=recipe), few / "runs" / "one")
+        require_disk_space(recipe, planned(recipe=recipe), few / "runs" / "one")
     assert "run_root: space for 49 more files, but a run needs 500 (df -i) in" in str(rejected.value)
     assert "Fix: remove files there, or set run_root to a folder on another file system" in str(rejected.value)
-    need_room(recipe, planned(recipe=recipe), few.parent / "runs" / "one")  # the fix
+    require_disk_space(recipe, planned(recipe=recipe), few.parent / "runs" / "one")  # the fix
 
 
 def test_tmpdir_and_shared_memory_without_inodes_are_problems(few: Path, monkeypatch) -> None:
@@ -46,4 +46,4 @@ def test_tmpdir_and_shared_memory_without_inodes_are_problems(few: Path, monkeyp
 def test_a_file_system_that_counts_no_inodes_is_accepted(tmp_path: Path, monkeypatch) -> None:
     status = os.statvfs(tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*status[:5], 0, 0, 0, *status[8:])))
-    assert inode_shortage(tmp_path) == ""
+    assert describe_inode_shortage(tmp_path) == ""
