@@ -10,7 +10,7 @@ from pathlib import Path
 from markupsafe import Markup, escape
 
 from grpo_recipes.console.report.chart import Axis, make_axis
-from grpo_recipes.console.report.page import short
+from grpo_recipes.console.report.page import format_number
 
 # The letters, lines and colours of report.html.
 STYLE = """
@@ -84,9 +84,9 @@ def _panel(panel: Panel, left: float) -> Markup:
         "g",
         element("text", panel.title, class_="title", y=-16),
         element("path", class_="grid", d="".join(f"M0 {_up(level, top)}h{WIDTH}" for level in levels)),
-        *[element("text", short(level), x=-8, y=_up(level, top) + 4, text_anchor="end") for level in levels],
+        *[element("text", format_number(level), x=-8, y=_up(level, top) + 4, text_anchor="end") for level in levels],
         *[
-            element("text", short(tick), x=_across(panel, tick, low, high), y=HEIGHT + 20, text_anchor="middle")
+            element("text", format_number(tick), x=_across(panel, tick, low, high), y=HEIGHT + 20, text_anchor="middle")
             for tick in across.ticks
         ],
         element("text", panel.x_name, x=WIDTH / 2, y=HEIGHT + 42, text_anchor="middle"),

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from speed_page import PAGE, PARTS, arms_of, goal_of, page
 
 from grpo_recipes.console.report.chart import make_axis
-from grpo_recipes.console.report.page import short
+from grpo_recipes.console.report.page import format_number
 from grpo_recipes.paths import home
 
 WIDTH, SIDE, TOP, ROW = 358, 16, 68, 32  # the width of a phone; a label is above its ratio
@@ -63,23 +63,23 @@ def _ratios(rows: list[tuple[str, Found | None, float | None]]) -> Markup:
     highest = max(figures["ratio"]["high"] for _, figures, _ in rows if figures)
     across, width, bottom = make_axis(0.0, max(1.1, highest)), WIDTH - 2 * SIDE, ROW * len(rows)
     drawn = [
-        element("path", class_="grid", d="".join(f"M{_at(width * across.share(t))} 0v{bottom}" for t in across.ticks)),
-        element("path", class_="one", d=f"M{_at(width * across.share(1.0))} 0v{bottom}"),
+        element("path", class_="grid", d="".join(f"M{_at(width * across.locate(t))} 0v{bottom}" for t in across.ticks)),
+        element("path", class_="one", d=f"M{_at(width * across.locate(1.0))} 0v{bottom}"),
     ]
     for number, (label, figures, goal) in enumerate(rows):
         y = ROW * number + 23
         if figures is None:
             drawn.append(element("text", label, class_="title", y=y))
             continue
-        low, middle, high = (_at(width * across.share(figures["ratio"][key])) for key in ("low", "median", "high"))
+        low, middle, high = (_at(width * across.locate(figures["ratio"][key])) for key in ("low", "median", "high"))
         kind = "noise" if label.endswith("again") else "c1"
         drawn.append(element("text", label, y=y - 12))
         drawn.append(element("path", class_=kind, d=f"M{low} {y}H{high}"))
         drawn.append(element("path", class_=f"{kind} point", d=f"M{middle} {y}h0"))
         if goal is not None:
-            drawn.append(element("path", class_="goal", d=f"M{_at(width * across.share(goal))} {y - 7}v14"))
+            drawn.append(element("path", class_="goal", d=f"M{_at(width * across.locate(goal))} {y - 7}v14"))
     labels = [
-        element("text", short(tick), x=_at(width * across.share(tick)), y=bottom + 20, text_anchor="middle")
+        element("text", format_number(tick), x=_at(width * across.locate(tick)), y=bottom + 20, text_anchor="middle")
         for tick in across.ticks
     ]
     return element("g", *drawn, *labels, transform=f"translate({SIDE} {TOP})")
@@ -93,13 +93,17 @@ def _growth(growth: dict[str, Any], top: int) -> Markup:
     for index, (parameter, cases) in enumerate(growth.items()):
         xs = [width * (0.5 + number) / len(cases) for number in range(len(cases))]
         ratios = [case["ours"]["ratio"] for case in cases.values()]
-        ys = [{key: _at(GROWTH_HEIGHT * (1 - up.share(value))) for key, value in ratio.items()} for ratio in ratios]
+        ys = [{key: _at(GROWTH_HEIGHT * (1 - up.locate(value))) for key, value in ratio.items()} for ratio in ratios]
         middles = [f"{_at(x)} {y['median']}" for x, y in zip(xs, ys, strict=True)]
-        levels = [(tick, _at(GROWTH_HEIGHT * (1 - up.share(tick)))) for tick in up.ticks]
+        levels = [(tick, _at(GROWTH_HEIGHT * (1 - up.locate(tick)))) for tick in up.ticks]
         frames.append(element(
             "g",
             element("path", class_="grid", d="".join(f"M0 {y}h{_at(width)}" for _, y in levels)),
-            *[element("text", short(tick), x=-8, y=y + 4, text_anchor="end") for tick, y in levels if not index],
+            *[
+                element("text", format_number(tick), x=-8, y=y + 4, text_anchor="end")
+                for tick, y in levels
+                if not index
+            ],
             element("path", class_="c1", d=f"M{'L'.join(middles)}"),
             element("path", class_="c1 point", d="".join(f"M{point}h0" for point in middles)),
             element("path", class_="c1", d="".join(f"M{_at(x)} {y['low']}V{y['high']}"

@@ -355,11 +355,11 @@ def _load_rewards(subject: _Subject, rows: Rows) -> Iterator[tuple[list["Reward"
     needs a column that the rows don't have.
     """
     from grpo_recipes.rewards.load import open_rewards
-    from grpo_recipes.rewards.probe import reward_errors_as_config_errors
+    from grpo_recipes.rewards.probe import convert_reward_errors
 
     recipe = subject.recipe
     names = recipe["reward_funcs"]
-    with reward_errors_as_config_errors(recipe), tempfile.TemporaryDirectory() as folder:
+    with convert_reward_errors(recipe), tempfile.TemporaryDirectory() as folder:
         copies = Path(folder) / REWARD_COPIES
         if subject.run and (subject.run.folder / REWARD_COPIES).is_dir():
             shutil.copytree(subject.run.folder / REWARD_COPIES, copies, ignore=shutil.ignore_patterns("limits_*"))

@@ -36,10 +36,10 @@ from grpo_recipes.rewards.memory import mount_own_shared_memory
 from grpo_recipes.rewards.score import (
     Reward,
     Score,
-    accepted_columns,
     call_reward,
     describe_error,
     get_async_runner,
+    list_accepted_columns,
     load_reward,
     read_scores,
 )
@@ -197,7 +197,7 @@ def _run_worker(requests: int, replies: int) -> NoReturn:
                 _send_reply(replies, {"failed": _explain_error(str(error))})
                 os._exit(1)
         async_specs = [spec for spec, reward in rewards.items() if inspect.iscoroutinefunction(reward)]
-        columns_by_spec = {spec: accepted_columns(reward) for spec, reward in rewards.items()}
+        columns_by_spec = {spec: list_accepted_columns(reward) for spec, reward in rewards.items()}
         _send_reply(replies, {"ready": columns_by_spec, "together": async_specs})
         while True:
             spec, limit, rows = pickle.load(stream)

@@ -143,7 +143,7 @@ def _probe_together(
     strict, most_missing = recipe["answer_matching"] == "strict", recipe["reward_max_no_verdict"]
     variables = recipe["reward_environment"]
     with (
-        reward_errors_as_config_errors(recipe),
+        convert_reward_errors(recipe),
         tempfile.TemporaryDirectory() as folder,
         open_rewards(settings, Path(folder), left_out) as rewards,
     ):
@@ -152,7 +152,7 @@ def _probe_together(
 
 
 @contextlib.contextmanager
-def reward_errors_as_config_errors(recipe: Recipe) -> Iterator[None]:
+def convert_reward_errors(recipe: Recipe) -> Iterator[None]:
     """Turn a RewardFailed raised in the ``with`` block into a ConfigError at the recipe's key reward_funcs.
 
     Print the traceback first if the user's code raised the error.

@@ -89,13 +89,13 @@ def load_reward(spec: str, copies: Path | None) -> Reward:
         function: Reward = load_object(f"{copy_path(spec, copies)}:{name}" if copies and is_gone else spec, copies)
         if not callable(function):
             raise TypeError(f"it is a {type(function).__name__}, not a function")
-        columns = accepted_columns(function)
+        columns = list_accepted_columns(function)
         if columns is not None and "completions" not in columns:
             raise TypeError(f"it has no parameter 'completions'; write def {function.__name__}(completions, **columns)")
     return function
 
 
-def accepted_columns(function: Callable[..., Any]) -> list[str] | None:
+def list_accepted_columns(function: Callable[..., Any]) -> list[str] | None:
     """Return the names of a reward's parameters, which are columns, or None if it accepts any (``**columns``)."""
     parameters = inspect.signature(function).parameters.values()
     accepts_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
@@ -225,12 +225,12 @@ class RewardWrapper:
         other_names = dict.fromkeys(self._solutions, columns["answer"]) if "answer" in columns else {}
         scores = self._score_batch(len(completions), {**other_names, **columns, "completions": completions})
         self.scores = [
-            replace(score, reason=score.reason + self._missing_column_note(score.reason)) if score.reason else score
+            replace(score, reason=score.reason + self._describe_missing_column(score.reason)) if score.reason else score
             for score in scores
         ]
         return [score.value for score in self.scores]
 
-    def _missing_column_note(self, reason: str) -> str:
+    def _describe_missing_column(self, reason: str) -> str:
         """Return a note if an error names a dataset column that rewards do not get, with the cause; else ""."""
         column = next((name for name in self._left_out if f"'{name}'" in reason), None)
         return f"; column '{column}' is not passed to rewards: {self._left_out[column]}" if column else ""
@@ -243,12 +243,14 @@ class RewardWrapper:
         """
         try:
             with self.stop.interrupting() if self.stop else contextlib.nullcontext():
-                scores = call_reward(self._function, select_columns(columns, accepted_columns(self._function)), rows)
+                scores = call_reward(
+                    self._function, select_columns(columns, list_accepted_columns(self._function)), rows
+                )
         except CutShort:
             return [Score(None, NOT_CALLED)] * rows
         except Exception as error:
             text = describe_error(error)
-            text += self._missing_column_note(text)
+            text += self._describe_missing_column(text)
             verb = "got" if text.startswith(NO_ANSWER) else "raised"
             raise RewardFailed(f"reward '{self.spec}' {verb} {text}") from error
         for score in scores:

@@ -85,8 +85,10 @@ def test_a_local_part_of_a_version_that_the_lock_does_not_name_is_the_same(
     (tmp_path / "requirements").mkdir()
     (tmp_path / "requirements/gpu.txt").write_text(f"torch=={locked}\n")
     monkeypatch.setenv("GRPO_HOME", str(tmp_path))
-    real = environment.installed_version
-    monkeypatch.setattr(environment, "installed_version", lambda name: {"torch": "2.13.0+cu130"}.get(name, real(name)))
+    real = environment.find_installed_version
+    monkeypatch.setattr(
+        environment, "find_installed_version", lambda name: {"torch": "2.13.0+cu130"}.get(name, real(name))
+    )
     assert (environment.versions(cuda_machine()).status == "ok") == same
 
 
@@ -107,7 +109,7 @@ def test_what_a_run_imports_must_be_there(machine, tmp_path: Path, monkeypatch):
 def test_a_missing_module_is_a_problem_without_a_lock_too(machine, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("GRPO_HOME", str(tmp_path))
     versions = {"trl": "0.18.0"}
-    monkeypatch.setattr(environment, "installed_version", versions.get)
+    monkeypatch.setattr(environment, "find_installed_version", versions.get)
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None if name in ("torch", "vllm") else 1)
     missing = environment.versions(machine())
     assert missing.status == "problem" and missing.value.startswith("missing: torch, vllm; trl 0.18.0")
@@ -129,9 +131,9 @@ def test_packages_of_pythonpath_and_of_the_user(machine, tmp_path: Path):
 
 def test_packages_of_the_documentation(machine, monkeypatch):
     assert environment.versions(machine()).status == "ok"
-    real = environment.installed_version
+    real = environment.find_installed_version
     monkeypatch.setattr(
-        environment, "installed_version", lambda name: None if name == "mkdocs-material" else real(name)
+        environment, "find_installed_version", lambda name: None if name == "mkdocs-material" else real(name)
     )
     finding = environment.versions(machine())
     assert finding.status == "warning" and "mkdocs-material missing" in finding.value and "make docs" in finding.fix

@@ -22,7 +22,7 @@ from grpo_recipes.console.report.chart import (
     smooth_values,
     split_rows,
 )
-from grpo_recipes.console.report.page import render_fragment, short, use_minus_signs
+from grpo_recipes.console.report.page import format_number, render_fragment, use_minus_signs
 from grpo_recipes.console.report.read import Scored, Table
 from grpo_recipes.console.report.run_charts import make_phase_chart
 from grpo_recipes.runs.health import percent
@@ -151,7 +151,7 @@ def test_axes_have_round_marks_and_hold_the_data(low, high, ticks, labels) -> No
 def test_an_axis_of_one_value_has_a_width(value: float) -> None:
     scale = make_axis(value, value)
     assert scale.low < scale.high and scale.low <= value <= scale.high
-    assert 0 <= scale.share(value) <= 1
+    assert 0 <= scale.locate(value) <= 1
 
 
 def test_the_axis_of_steps_ends_where_the_data_end() -> None:
@@ -163,7 +163,7 @@ def test_the_axis_of_steps_ends_where_the_data_end() -> None:
 
 def test_what_is_beyond_an_axis_stands_at_its_end() -> None:
     scale = make_axis(0.0, 1.0)
-    assert (scale.share(-5.0), scale.share(0.5), scale.share(7.0)) == (0.0, 0.5, 1.0)
+    assert (scale.locate(-5.0), scale.locate(0.5), scale.locate(7.0)) == (0.0, 0.5, 1.0)
 
 
 @pytest.mark.parametrize(("count", "parts"), [(0, 0), (1, 1), (240, 240), (241, 240), (5000, 240)])
@@ -221,7 +221,7 @@ def test_a_reward_on_the_edge_of_a_range_is_in_the_range_above_it():
 )
 def test_no_two_labels_of_an_axis_are_the_same(ticks: tuple[float, ...]) -> None:
     scale = Axis(ticks[0], ticks[-1], ticks)
-    for text in (None, short, percent, "{:,.0f}".format):
+    for text in (None, format_number, percent, "{:,.0f}".format):
         labels = [label for _, label in scale.marks(text)]
         assert len(set(labels)) == len(ticks), labels
 

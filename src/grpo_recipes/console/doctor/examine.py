@@ -46,7 +46,7 @@ class Machine:
     @property
     def device(self) -> str | None:
         """The build of the installed torch, ``cpu`` or ``cuda``; None without torch."""
-        version = installed_version("torch")
+        version = find_installed_version("torch")
         return version and ("cpu" if version.endswith("+cpu") else "cuda")
 
     @property
@@ -99,7 +99,7 @@ class Machine:
         return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
 
 
-def installed_version(name: str) -> str | None:
+def find_installed_version(name: str) -> str | None:
     """Return the version of an installed package, or None if it is not installed; nothing is imported."""
     return next((package.version for package in importlib.metadata.distributions(name=name)), None)
 

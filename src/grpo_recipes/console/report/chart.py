@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from grpo_recipes.console.report.page import ENOUGH_SEEDS, clamp, compact, short, use_minus_signs
+from grpo_recipes.console.report.page import ENOUGH_SEEDS, clamp, format_number, format_points, use_minus_signs
 from grpo_recipes.console.report.read import Column, Scored, Table
 from grpo_recipes.runs.health import drop_missing, mean
 from grpo_recipes.stats import half_interval
@@ -33,7 +33,7 @@ class Axis:
     high: float
     ticks: tuple[float, ...]
 
-    def share(self, value: float) -> float:
+    def locate(self, value: float) -> float:
         """Return the position of a value on the axis as a fraction: 0.0 at ``low``, 1.0 at ``high``, clamped."""
         return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
 
@@ -44,12 +44,12 @@ class Axis:
             scale, unit = (100, " %") if labels[0].endswith("%") else (1, "")
             digits = 1 - math.floor(math.log10(scale * min(b - a for a, b in itertools.pairwise(self.ticks))))
             labels = [use_minus_signs(f"{scale * tick:,.{max(0, digits)}f}{unit}") for tick in self.ticks]
-        return [(self.share(tick), label) for tick, label in zip(self.ticks, labels, strict=True)]
+        return [(self.locate(tick), label) for tick, label in zip(self.ticks, labels, strict=True)]
 
 
 def _format_tick(tick: float) -> str:
     """Return the label of a tick: 1,234 or 0.05; with an exponent or suffix below 0.001 and from 100,000."""
-    return use_minus_signs(f"{tick:,g}") if 1e-3 <= abs(tick) < 1e5 else short(tick)
+    return use_minus_signs(f"{tick:,g}") if 1e-3 <= abs(tick) < 1e5 else format_number(tick)
 
 
 def make_axis(low: float, high: float, count: int = 4, *, whole: bool = False) -> Axis:
@@ -140,7 +140,7 @@ class Curve:
     def ranges(self) -> str:
         """The lower and upper edge of the band at each point, as text for page.js; "" if the band has no label."""
         pairs = zip(*self.band, strict=True) if self.band and self.band_label else ()
-        return " ".join("-" if None in pair else compact(pair).replace(" ", ":") for pair in pairs)
+        return " ".join("-" if None in pair else format_points(pair).replace(" ", ":") for pair in pairs)
 
 
 def make_curve(
@@ -288,7 +288,7 @@ class Chart:
 
     def _format_point(self, x: float, y: float) -> str:
         """Return the SVG coordinates "X Y" of a point, in units of the drawing (2000 wide, 1000 high, Y downwards)."""
-        return f"{round(WIDTH * self.across.share(x))} {round(HEIGHT * (1 - self.up.share(y)))}"
+        return f"{round(WIDTH * self.across.locate(x))} {round(HEIGHT * (1 - self.up.locate(y)))}"
 
 
 @dataclass(frozen=True)
@@ -333,4 +333,4 @@ def make_histogram(scored: Sequence[Scored]) -> Histogram | None:
             for rows in (scored[:tenth], scored[-tenth:])]  # fmt: skip
     across = make_step_axis([scored[part.stop - 1 if part.start else 0].step for part in parts])
     up = make_axis(0.0, max(max(heights) for _, heights in ends))
-    return Histogram([*map(short, bins)], edged, across, up, [shares(scored[part]) for part in parts], ends)
+    return Histogram([*map(format_number, bins)], edged, across, up, [shares(scored[part]) for part in parts], ends)

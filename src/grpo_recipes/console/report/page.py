@@ -38,7 +38,7 @@ _HIDDEN_OR_SPACE = re.compile(rf"{_HIDDEN}|\n|\t|^ +| +$| {{2,}}", re.MULTILINE)
 _SPACES = {"\n": Markup('<i class="nl"></i>\n'), "\t": Markup('<i class="tab">\t</i>')}
 
 
-def short(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Return a number with three significant digits: 0.891, 1,234, 12.3k, 2.4e-7."""
     if value is None:
         return NOTHING
@@ -56,7 +56,7 @@ def use_minus_signs(text: str) -> str:
     return text.replace("-", "\u2212")
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return seconds as 4.2 s, 1 min 08 s, 3 h 05 min, 2 d 03 h."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
@@ -68,7 +68,7 @@ def duration(seconds: float) -> str:
     return f"{days} d {hours:02d} h"
 
 
-def compact(values: Iterable[float | None]) -> str:
+def format_points(values: Iterable[float | None]) -> str:
     """Return numbers as text for page.js: integers in full, others with four digits, and a hyphen for None."""
     return " ".join(
         "-" if value is None else f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e7 else f"{value:.4g}"
@@ -76,8 +76,10 @@ def compact(values: Iterable[float | None]) -> str:
     )
 
 
-def spread_text(
-    values: Sequence[float], text: Callable[..., str] = short, limits: tuple[float | None, float | None] = (None, None)
+def format_mean(
+    values: Sequence[float],
+    text: Callable[..., str] = format_number,
+    limits: tuple[float | None, float | None] = (None, None),
 ) -> str:
     """Return the mean over seeds as text, with its 95 % interval cut at ``limits``, or with the range of few seeds.
 
@@ -98,7 +100,7 @@ def clamp(value: float, limits: tuple[float | None, float | None]) -> float:
     return max(value if high is None else min(value, high), -math.inf if low is None else low)
 
 
-def model_text(text: str) -> Markup:
+def render_model_text(text: str) -> Markup:
     """Return a prompt or completion as HTML with visible white space and control characters.
 
     Copying it from the page yields the original text.
@@ -134,12 +136,12 @@ def _finalize(value: Any) -> Any:
     )
 
 
-def value_text(value: Any) -> str:
+def format_recipe_value(value: Any) -> str:
     """Return a recipe value as text with secrets masked: strings unchanged, other values as JSON."""
     return masked(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
-def command(process: dict[str, Any]) -> str:
+def format_command(process: dict[str, Any]) -> str:
     """Return the command of a planned process as shell input: its variables, then its words, with secrets masked."""
     variables = masked_environment(process.get("environment") or {})
     lines = [f"{name}={shlex.quote(text)}" for name, text in variables.items()]
@@ -150,20 +152,20 @@ def command(process: dict[str, Any]) -> str:
 def _load_templates() -> jinja2.Environment:
     """Return the jinja2 environment of all pages; it is created once.
 
-    Functions such as ``short`` are filters under their own names. ``page.css`` and ``page.js`` are inlined with the
-    hashes for the content security policy.
+    Functions such as ``format_number`` are filters under their own names. ``page.css`` and ``page.js`` are inlined with
+    the hashes for the content security policy.
     """
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE / "templates"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined, finalize=_finalize,
     )  # fmt: skip
     functions = (
-        short, percent, duration, plural, compact, finite_number, mean, half_interval, spread_text, model_text,
-        value_text, command, score_names, masked,
+        format_number, percent, format_duration, plural, format_points, finite_number, mean, half_interval, format_mean,
+        render_model_text, format_recipe_value, format_command, score_names, masked,
     )  # fmt: skip
     templates.filters |= {function.__name__: function for function in functions}
     templates.filters["quoted"] = shlex.quote
-    templates.globals |= {"short": short, "percent": percent, "NOTHING": NOTHING}
+    templates.globals |= {"format_number": format_number, "percent": percent, "NOTHING": NOTHING}
     for name, file in (("style", "page.css"), ("script", "page.js")):
         text = (_HERE / file).read_text(encoding="utf-8")
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -21,7 +21,14 @@ from markupsafe import Markup
 
 from grpo_recipes.console.report import run_charts
 from grpo_recipes.console.report.chart import Chart, choose_window, make_curve, make_histogram, split_rows
-from grpo_recipes.console.report.page import ENOUGH_SEEDS, SMOKE_BADGE, render, render_fragment, short, spread_text
+from grpo_recipes.console.report.page import (
+    ENOUGH_SEEDS,
+    SMOKE_BADGE,
+    format_mean,
+    format_number,
+    render,
+    render_fragment,
+)
 from grpo_recipes.console.report.read import Group, RunRecord, read_rows, read_run, read_scored_rows
 from grpo_recipes.console.report.transcripts import Transcript, read_transcript
 from grpo_recipes.errors import EXIT_STOPPED
@@ -125,7 +132,9 @@ def make_headline(run: RunRecord) -> str:
     status = _STATUSES.get(run.status, ("", ""))[1]
     if outcome.first is None or outcome.last is None:
         return status + ("No step has a reward." if outcome.steps else "No step was finished.")
-    change = f"from {short(outcome.first)} to {short(outcome.last)} over {plural(outcome.steps, 'step')}"
+    change = (
+        f"from {format_number(outcome.first)} to {format_number(outcome.last)} over {plural(outcome.steps, 'step')}"
+    )
     change += ", one step off-policy" if run.value("overlap_generation") else ""
     size = max(3, len(rewards) // 10)
     if len(rewards) >= 2 * size:
@@ -358,7 +367,7 @@ def make_comparison_headline(groups: Sequence[Group], ranked: bool) -> str:
     if len(ended) < 2 or not ranked:
         return " against ".join(group.label for group in groups[:3]) + (" and others" if len(groups) > 3 else "")
     first, second = sorted(ended, key=lambda group: -statistics.fmean(group.finals))[:2]
-    reward, other = (spread_text(group.finals, limits=group.limits) for group in (first, second))
+    reward, other = (format_mean(group.finals, limits=group.limits) for group in (first, second))
     halves = [half_interval(group.finals) for group in (first, second)]
     gap = statistics.fmean(first.finals) - statistics.fmean(second.finals)
     if None not in halves and sum(half or 0.0 for half in halves) < gap:

@@ -17,7 +17,7 @@ from grpo_recipes.console.report.chart import (
     smooth_values,
     split_rows,
 )
-from grpo_recipes.console.report.page import short
+from grpo_recipes.console.report.page import format_number
 from grpo_recipes.console.report.read import Group, RunRecord, Table
 from grpo_recipes.process.reports import plural
 from grpo_recipes.recipe.extensions import parts
@@ -234,7 +234,7 @@ def make_other_charts(run: RunRecord) -> tuple[list[Chart], dict[str, str]]:
     }
     in_charts |= {end for name in drawn for end in METRICS[name].band or ()}
     names = sorted(name for name in metrics.columns if name not in in_charts)
-    same = {name: short(metrics.last(name)) for name in names
+    same = {name: format_number(metrics.last(name)) for name in names
             if len(set(metrics.known(name))) == 1 and name not in metrics.nonfinite}  # fmt: skip
     charts = [Chart(name, [make_curve([metrics], name, name)]) for name in names if name not in same]
     # Also metrics that are always inf, always -inf or always nan, such as a temperature of inf.

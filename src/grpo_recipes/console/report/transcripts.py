@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_recipes.console.report.page import short
+from grpo_recipes.console.report.page import format_number
 from grpo_recipes.process.reports import plural
 from grpo_recipes.runs.health import finite_number
 
@@ -87,7 +87,7 @@ def _format_seat(info: Mapping[str, Any]) -> str:
 def _format_value(value: Any) -> Any:
     """Return a finite number as a short text, and any other value unchanged."""
     finite = finite_number(value)
-    return value if finite is None else short(finite)
+    return value if finite is None else format_number(finite)
 
 
 def _read_messages(value: Any) -> list[TranscriptMessage]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 from urllib.parse import quote
 
-from grpo_recipes.console.report.page import NOTHING, SMOKE_BADGE, render, short, spread_text
+from grpo_recipes.console.report.page import NOTHING, SMOKE_BADGE, format_mean, format_number, render
 from grpo_recipes.console.report.pages import (
     UNFINISHED,
     compare_groups,
@@ -133,7 +133,7 @@ def hash_sweep(spec: SweepSpec, trials: Sequence[Trial]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def sweep_root(recipe: Recipe) -> Path:
+def get_sweep_root(recipe: Recipe) -> Path:
     """Return the folder of sweep directories: ``sweeps`` in the recipe's run_root."""
     return Path(os.path.expanduser(recipe["run_root"])) / FOLDER
 
@@ -148,7 +148,7 @@ def create_sweep(
     """
     recipe = trials[0].recipe
     stamp, name = timestamp(), str(recipe["run_name"] or recipe.path.stem.removeprefix("config_"))
-    folder = (sweep_root(recipe) / f"{name}-{stamp}").absolute()
+    folder = (get_sweep_root(recipe) / f"{name}-{stamp}").absolute()
     start_record = create_recorded_folder(folder, f"can't create the sweep directory {display_path(folder)}")
     if start_record is None:
         raise config_error(
@@ -170,7 +170,7 @@ def create_sweep(
     sweep = Sweep(folder, record)
     try:
         for trial in [] if spec.search else trials:
-            freeze_trial(sweep, trial, resources, environment)
+            create_trial_directory(sweep, trial, resources, environment)
         write_json(folder / RECORD, record)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -178,7 +178,7 @@ def create_sweep(
     return sweep
 
 
-def freeze_trial(sweep: Sweep, trial: Trial, resources: Resources, environment: Mapping[str, str]) -> None:
+def create_trial_directory(sweep: Sweep, trial: Trial, resources: Resources, environment: Mapping[str, str]) -> None:
     """Create a trial's run directory with copies of recipe, plan and code, from which the trial is launched later.
 
     The name of the sweep becomes the W&B group, unless the recipe sets wandb_run_group.
@@ -221,7 +221,7 @@ def find_unfinished_sweep(spec: SweepSpec, trials: Sequence[Trial], elsewhere: S
     Search the sweeps in the recipe's run_root, then in the run_roots ``elsewhere``. If it is a search with Optuna, its
     number of trials is changed to the number in ``spec``.
     """
-    same, roots = hash_sweep(spec, trials), [sweep_root(trials[0].recipe), *(root / FOLDER for root in elsewhere)]
+    same, roots = hash_sweep(spec, trials), [get_sweep_root(trials[0].recipe), *(root / FOLDER for root in elsewhere)]
     for sweep in (sweep for root in roots for sweep in Sweep.list_all(root) if sweep.record["fingerprint"] == same):
         if spec.search:
             sweep.record["search"]["trials"] = spec.search.trials
@@ -278,8 +278,10 @@ def format_table(sweep: Sweep, results: Sequence[Result]) -> str:
     for result in results:
         steps = rewards = evaluation = NOTHING
         if result.run is not None:
-            outcome, evaluation = result.run.outcome, short(result.run.evals.last("eval_reward"))
-            rewards = NOTHING if outcome.last is None else f"{short(outcome.first)} -> {short(outcome.last)}"
+            outcome, evaluation = result.run.outcome, format_number(result.run.evals.last("eval_reward"))
+            rewards = (
+                NOTHING if outcome.last is None else f"{format_number(outcome.first)} -> {format_number(outcome.last)}"
+            )
             steps = f"{outcome.steps:,.0f}"
         cells = (*(result.values[key] for key in keys), result.status, steps, rewards, evaluation)
         rows.append((*cells, *(_format_measures(result.run) if measures else ())))
@@ -287,7 +289,7 @@ def format_table(sweep: Sweep, results: Sequence[Result]) -> str:
     if SEED in keys:
         groups = group_results(sweep, results)
         means = [
-            (group.label, *(spread_text(values, limits=group.limits) for values in (group.finals, group.evaluations)))
+            (group.label, *(format_mean(values, limits=group.limits) for values in (group.finals, group.evaluations)))
             for group in groups
         ]
         lines += ["", *align_columns([("mean of", "reward", "evaluation"), *means])]
@@ -312,7 +314,7 @@ def _format_measures(run: RunRecord | None) -> list[str]:
     size = sum(path.stat().st_size for path in files) / 1e6
     memory = numbers.get("peak_gpu_memory_gb", numbers.get("peak_process_memory_gb"))
     values = (numbers["avg_step_time_seconds"], numbers["avg_sync_time_seconds"], memory, size or None)
-    return [NOTHING if value is None else short(value) for value in values]
+    return [NOTHING if value is None else format_number(value) for value in values]
 
 
 def _describe_best(sweep: Sweep) -> list[str]:
@@ -321,7 +323,7 @@ def _describe_best(sweep: Sweep) -> list[str]:
     if not values:
         return []
     value, name = max(values, key=lambda pair: pair[0])
-    result = f"highest {sweep.record['search']['metric']} of {len(values)} trials: {short(value)} by {name}"
+    result = f"highest {sweep.record['search']['metric']} of {len(values)} trials: {format_number(value)} by {name}"
     return [f"{result} (a single seed; sweep its values over seed=1..5 to confirm)"]
 
 

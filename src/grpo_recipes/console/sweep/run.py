@@ -142,7 +142,7 @@ def _continue_sweep(
             display_path(sweep.folder), message, "check out that code again, or start another sweep with --new"
         )
     for trial in missing:
-        sweeps.freeze_trial(sweep, trial, resources, environment)
+        sweeps.create_trial_directory(sweep, trial, resources, environment)
     return _run_unfinished_trials(sweep, backend, environment, _make_proposals(sweep, spec, resources, environment))
 
 
@@ -183,7 +183,7 @@ def _print_runs(spec: SweepSpec, trials: Sequence[Trial], sweep: sweeps.Sweep | 
         separators = {key: " to " if key in search.spans else ", " for key in spec.axes}
         lines = [f"{key}={separators[key].join(texts)}" for key, texts in spec.axes.items()]
         count = search.trials
-    folder = display_path(sweep.folder if sweep else sweeps.sweep_root(trials[0].recipe))
+    folder = display_path(sweep.folder if sweep else sweeps.get_sweep_root(trials[0].recipe))
     say(f"{count} runs would {'continue' if sweep else 'start'} in {folder}{', chosen from' if search else ''}:")
     for line in lines:
         print_line(f"  {line}")
@@ -333,15 +333,15 @@ class SignalForwarder:
         """Store the first signal in ``first_signal``, and forward every signal to a running launch."""
         self.first_signal = self.first_signal or signum
         if self._child is not None:
-            self._forward(self._child, signum)
+            self._forward_signal(self._child, signum)
 
-    def _forward(self, child: subprocess.Popen[bytes], signum: int) -> None:
+    def _forward_signal(self, child: subprocess.Popen[bytes], signum: int) -> None:
         """Send SIGUSR1 if ``signum`` is SIGUSR1, otherwise SIGINT, to a launch; do nothing if it has ended."""
         if child.poll() is None:
             self._signaled.add(child.pid)
             child.send_signal(signum if signum == signal.SIGUSR1 else signal.SIGINT)
 
-    def stop_requested(self) -> bool:
+    def is_stop_requested(self) -> bool:
         """Return whether a signal, or the stop file that ``grpo stop`` writes, requested the end of the sweep.
 
         If a stop file is found, also send SIGINT to the running launch.
@@ -364,10 +364,10 @@ class SignalForwarder:
             )  # fmt: skip
         self._child = child
         if self.first_signal is not None and child.pid not in self._signaled:  # it came while the child was started
-            self._forward(child, self.first_signal)
+            self._forward_signal(child, self.first_signal)
         code = None
         while code is None:
-            self.stop_requested()
+            self.is_stop_requested()
             with suppress(subprocess.TimeoutExpired):
                 code = child.wait(_POLL_SECONDS)
         return code if code >= 0 else 128 - code
@@ -406,7 +406,7 @@ def run_sequentially(
     """
     forwarder, first_failure = SignalForwarder(stop_file(sweep.folder)), 0
     remaining, number = iter(indices), 0
-    while not forwarder.stop_requested() and (index := next(remaining, None)) is not None:
+    while not forwarder.is_stop_requested() and (index := next(remaining, None)) is not None:
         number += 1
         folder, trial = sweep.trial_dir(index), f"trial {number} of {count}: {sweep.names[index]}"
         say(f"{trial}, output in {display_path(folder / LOG)}")

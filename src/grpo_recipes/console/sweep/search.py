@@ -168,7 +168,7 @@ class Proposals:
             shutil.rmtree(self.sweep.trial_dir(index), ignore_errors=True)
             values = self._trials[index]["values"]
             trial = Trial(index, self.sweep.names[index], values, self._resolve_recipe(values))
-            sweeps.freeze_trial(self.sweep, trial, self.resources, self.environment)
+            sweeps.create_trial_directory(self.sweep, trial, self.resources, self.environment)
         return index
 
     def _resolve_recipe(self, values: Mapping[str, str]) -> Recipe:
