@@ -68,10 +68,10 @@ _BATCH = 1000  # prompts rendered at a time
     takes_recipe=True,
 )
 def generate(options: argparse.Namespace) -> int:
-    """Sample the missing completions of the output file.
+    """Sample completions of a recipe's prompts from a running server, and write the missing ones to the output file.
 
-    Return 0 if all completions are in the file, 1 if some failed, or 130 after Ctrl-C. The same command continues the
-    file.
+    With --push, publish the finished file on the hub. Return 0 if all completions are in the file, 1 if some failed, or
+    130 after Ctrl-C. Raise ConfigError for wrong options, or if the server does not answer.
     """
     _check_options(options)
     if options.split is not None:

@@ -201,8 +201,9 @@ class EpisodeReward(RewardWrapper):
 class LimitRecords:
     """The scores of a rank that a time limit, a memory limit or a death decided, so that a resumed run repeats them.
 
-    A record is valid from its generation on. If steps are repeated from a checkpoint, earlier generations call the
-    reward again and later generations use the record, exactly as in the first attempt.
+    The records are lines of a JSONL file; a damaged last line is removed. A record is valid from its generation on. If
+    steps are repeated from a checkpoint, earlier generations call the reward again and later generations use the
+    record, exactly as in the first attempt.
     """
 
     def __init__(self, file: Path):

@@ -400,7 +400,10 @@ class _Pace:
     rows: int = 1  # rows per chunk
 
     def add(self, score: Score, first: bool) -> None:
-        """Update the durations with a call. ``first`` means the first call of a process, which may include imports."""
+        """Update the extra time for first calls, or the rows per chunk, with the duration of one more call.
+
+        ``first`` means the first call of a process, which may include imports.
+        """
         if not first:
             self.seconds = score.seconds if self.seconds is None else 0.8 * self.seconds + 0.2 * score.seconds
             self.rows = max(1, min(_CHUNK_ROWS, int(_CHUNK_SECONDS / max(self.seconds, 1e-6))))
@@ -444,7 +447,10 @@ class _Child:
     def call(
         self, reward: str, rows: list[int], columns: list[dict[str, Any]], seeds: list[int | None], limit: float
     ) -> None:
-        """Send rows for a reward, ``limit`` seconds each. The scores arrive as replies in the same order."""
+        """Send rows to the child without waiting, to score each with ``reward`` within ``limit`` seconds.
+
+        The scores arrive as replies in the same order.
+        """
         self.reward, self.rows, self.limit, self.since = reward, rows, limit, time.monotonic()
         self.unsent += pickle.dumps((reward, limit, list(zip(rows, columns, seeds, strict=True))))
         self.send_unsent()

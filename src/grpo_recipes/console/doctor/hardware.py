@@ -1,4 +1,7 @@
-"""Checks of this machine: GPUs, Slurm, disks, limits, cores and memory."""
+"""Checks of this machine: GPUs, Slurm, disks, limits, cores and memory.
+
+They read /proc, resource limits, and the output of nvidia-smi and sinfo. They change nothing.
+"""
 
 import math
 import os

@@ -1,4 +1,7 @@
-"""Checks of a recipe: are its models and data on this machine, and does it fit?"""
+"""Checks of a recipe: are its models and data on this machine, and do memory and disk suffice?
+
+Each check gets a ``Case``, which plans a launch of the recipe on this machine at the first access.
+"""
 
 import functools
 import os

@@ -1,4 +1,7 @@
-"""Checks of a run's metrics: did it learn, and where did its time go?"""
+"""Checks of a run's metrics for ``grpo doctor --run``: did it learn, and where did its time go?
+
+They read ``metrics.jsonl`` of the run directory. ``LEVELS`` has a check for each important metric.
+"""
 
 from collections.abc import Callable
 

@@ -129,7 +129,10 @@ def read_search_space(words: Sequence[str], flags: Iterable[str]) -> tuple[dict[
     spans: dict[str, Span] = {}
 
     def replace_span(word: str) -> str:
-        """Store a range in ``spans`` and return the list of its two ends; return other words unchanged."""
+        """Store a range ``KEY=LOW..HIGH`` in ``spans`` and return ``KEY=LOW,HIGH``; return other words unchanged.
+
+        Raise ConfigError for the key seed, and for a range with wrong ends.
+        """
         match = _AXIS.fullmatch(word)
         key, text = (_normalize_key(match[1]), match[2]) if match else ("", "")
         span = _SPAN.fullmatch(text)
