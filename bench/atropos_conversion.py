@@ -33,7 +33,7 @@ from grpo_recipes.extensions.atropos.group import (
     from_trajectories,
     to_trajectories,
 )
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 
 GROUP, PROMPT, COMPLETION, VOCABULARY = 8, 64, 192, 150_000
 
@@ -124,7 +124,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--groups", type=int, default=500, help="of each round")
-    parser.add_argument("--out", type=Path, default=home() / "bench/results/atropos_conversion.json")
+    parser.add_argument("--out", type=Path, default=find_code_root() / "bench/results/atropos_conversion.json")
     return parser.parse_args()
 
 

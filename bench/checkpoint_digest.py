@@ -36,7 +36,7 @@ from made_by import begin, write_record
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_recipes import smoke
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.runs import checkpoints as run_checkpoints
 from grpo_recipes.runs.checkpoints import find_verified_checkpoint
@@ -76,10 +76,10 @@ def main() -> None:
     """Measure and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=home() / "bench/results/checkpoint_digest.json")
+    parser.add_argument("--out", type=Path, default=find_code_root() / "bench/results/checkpoint_digest.json")
     options = parser.parse_args()
     origin = begin(options.out, "xxhash")
-    with tempfile.TemporaryDirectory(dir=home()) as folder:  # a temporary folder may be in memory
+    with tempfile.TemporaryDirectory(dir=find_code_root()) as folder:  # a temporary folder may be in memory
         saves = Saves(Path(folder))
         rounds = _in_turn(saves, options.rounds)
         result = {

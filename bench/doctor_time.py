@@ -19,7 +19,7 @@ from pathlib import Path
 
 from made_by import begin, write_record
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 
 GRPO = str(Path(sys.executable).with_name("grpo"))
 PROGRAMS = ("nvidia-smi", "sinfo")
@@ -30,10 +30,10 @@ def main() -> None:
     """Time each case and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--out", type=Path, default=home() / "bench/results/doctor_time.json")
+    parser.add_argument("--out", type=Path, default=find_code_root() / "bench/results/doctor_time.json")
     options = parser.parse_args()
     origin = begin(options.out)
-    recipe = str(home() / "recipes/smoke/grpo.yaml")
+    recipe = str(find_code_root() / "recipes/smoke/grpo.yaml")
     with tempfile.TemporaryDirectory() as folder, socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -29,13 +29,13 @@ from made_by import append_record, begin
 
 from grpo_recipes.extensions.environments.games import Game
 from grpo_recipes.extensions.environments.rows import evaluation_episodes
-from grpo_recipes.paths import home, python_module
+from grpo_recipes.paths import find_code_root, module_command
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.rollouts.turns import Turn
 from grpo_recipes.runs.rundir import read_json
 
-OUT = home() / "bench/results/environments.jsonl"
+OUT = find_code_root() / "bench/results/environments.jsonl"
 TIMES = 16  # that --scripted plays each episode
 BASELINES: dict[str, Callable[[Game, random.Random], str]] = {
     "blind": lambda game, generator: _blind_move(generator),
@@ -49,7 +49,7 @@ def measure(recipe: Path, mode: str, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         keys = ["--vllm_mode", mode, "--seed", str(seed), "--run_root", folder]
         began = time.perf_counter()
-        command = [*python_module("grpo_recipes", "launch", str(recipe)), *keys]
+        command = [*module_command("grpo_recipes", "launch", str(recipe)), *keys]
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
         seconds = time.perf_counter() - began
         if done.returncode:
@@ -59,7 +59,8 @@ def measure(recipe: Path, mode: str, seed: int) -> dict[str, Any]:
         first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
         evaluated = (run / "eval.jsonl").read_text().splitlines() if (run / "eval.jsonl").exists() else []
     return {
-        "recipe": str(recipe.resolve().relative_to(home())), "mode": mode, "seed": seed, "steps": summary["steps"],
+        "recipe": str(recipe.resolve().relative_to(find_code_root())), "mode": mode, "seed": seed,
+        "steps": summary["steps"],
         "initial_reward": round(summary["initial_reward"], 4), "final_reward": round(summary["final_reward"], 4),
         "episodes": _of_episodes(first, "episodes/"),
         "evaluated": [_of_episodes(json.loads(line), "eval_episodes/") for line in evaluated],
@@ -105,7 +106,7 @@ def baseline(recipe: Path, mode: str, times: int = TIMES) -> dict[str, Any]:
     values = {name: [episode[name] for episode in episodes if name in episode] for name in names}
     means = {f"eval_episodes/{name}": round(statistics.fmean(of_all), 4) for name, of_all in values.items()}
     return {
-        "recipe": str(recipe.resolve().relative_to(home())), "mode": mode, "episodes_played": len(episodes),
+        "recipe": str(recipe.resolve().relative_to(find_code_root())), "mode": mode, "episodes_played": len(episodes),
         "evaluated": [means], "seconds": round(time.perf_counter() - began, 1),
     }  # fmt: skip
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from made_by import begin, write_record
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 
 IMPORTS = """
 import json
@@ -32,13 +32,13 @@ print(json.dumps({one.__name__: one.__version__ for one in (torch, transformers,
 def main() -> None:
     """Install, import, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=home() / "bench/results/gpu_lock.json")
+    parser.add_argument("--out", type=Path, default=find_code_root() / "bench/results/gpu_lock.json")
     options = parser.parse_args()
     origin = begin(options.out)
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "DEVICE": "cuda", "ENV_DIR": f"{folder}/env"}
         began = time.time()
-        subprocess.run(["bash", str(home() / "scripts/setup.sh")], env=environment, check=True)
+        subprocess.run(["bash", str(find_code_root() / "scripts/setup.sh")], env=environment, check=True)
         seconds = time.time() - began
         python = f"{folder}/env/bin/python"
         listed = subprocess.run([python, "-m", "pip", "list", "--format=json"], capture_output=True, check=True)

@@ -40,7 +40,7 @@ from speed import AGAIN, BARE, OURS, SKIPPED, ratio
 from speed_trainers import Keys, Shape, build_model, trainer_of
 from transformers import TrainerCallback
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.estimates import Workload
 from grpo_recipes.plan.models import compute_model_sizes
 from grpo_recipes.runs.rundir import read_json, write_json
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each trainer")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that all of it runs")
     parser.add_argument("--recompute", action="store_true", help="replace the estimates of the record only")
-    parser.add_argument("--out", type=Path, default=home() / "bench/results/gpu_step.json")
+    parser.add_argument("--out", type=Path, default=find_code_root() / "bench/results/gpu_step.json")
     options = parser.parse_args()
     origin = begin(options.out, "accelerate", "triton")
     torch.backends.cuda.matmul.allow_tf32 = False

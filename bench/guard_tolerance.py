@@ -16,7 +16,7 @@ from pathlib import Path
 
 from made_by import begin, write_record
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.runs.rundir import read_metrics
 from grpo_recipes.weights.guard import TOLERANCES
 
@@ -31,7 +31,7 @@ def main() -> None:
     """Measure each case and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=home() / "bench/results/guard_tolerance.json")
+    parser.add_argument("--out", type=Path, default=find_code_root() / "bench/results/guard_tolerance.json")
     options = parser.parse_args()
     origin = begin(options.out)
     cases = {name: _measure(flags, options.steps) for name, flags in CASES.items()}
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _measure(flags: list[str], steps: int) -> dict[str, float]:
-    command = [str(Path(sys.executable).with_name("grpo")), "launch", str(home() / "recipes/smoke/grpo.yaml")]
+    command = [str(Path(sys.executable).with_name("grpo")), "launch", str(find_code_root() / "recipes/smoke/grpo.yaml")]
     with tempfile.TemporaryDirectory() as folder:
         command += [*flags, "--max_steps", str(steps), "--save_strategy", "no", "--run_root", folder]
         subprocess.run(command, cwd=folder, env=dict(os.environ), check=True)

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.runs.code_version import read_code_state
 from grpo_recipes.runs.rundir import write_json
 
@@ -35,8 +35,8 @@ def begin(out: Path, *packages: str, target: str = "") -> dict[str, Any]:
         target: the make target that starts this program, if any.
     """
     changed = uncommitted()
-    if changed and any(out.resolve().is_relative_to(home() / folder) for folder in RECORDS):
-        where = f"{Path(sys.argv[0]).name}: {out.resolve().relative_to(home())}"
+    if changed and any(out.resolve().is_relative_to(find_code_root() / folder) for folder in RECORDS):
+        where = f"{Path(sys.argv[0]).name}: {out.resolve().relative_to(find_code_root())}"
         changes = changed[0] + (f" and {len(changed) - 1} more" if len(changed) > 1 else "")
         fix = "commit or remove it, or write elsewhere with --out"
         print(f"{where}: {changes}, so that the record could not name the code that ran; {fix}", file=sys.stderr)
@@ -80,7 +80,9 @@ def uncommitted() -> list[str]:
         *(f":(exclude){folder}" for folder in WRITTEN),
     ]
     try:
-        lines = subprocess.run(git, cwd=home(), capture_output=True, text=True, check=True).stdout.splitlines()
+        lines = subprocess.run(
+            git, cwd=find_code_root(), capture_output=True, text=True, check=True
+        ).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):
         return ["no commit that git could name"]
     return [f"{line[3:]} is not committed" for line in lines]
@@ -91,7 +93,7 @@ def _command(target: str) -> str:
         chosen = os.environ.get("PYTEST_ARGS")  # make passes on its command line
         return shlex.join(["make", target, *([f"PYTEST_ARGS={chosen}"] if chosen else [])])
     script = Path(sys.argv[0]).resolve()
-    name = str(script.relative_to(home())) if script.is_relative_to(home()) else script.name
+    name = str(script.relative_to(find_code_root())) if script.is_relative_to(find_code_root()) else script.name
     return f"python {shlex.join([name, *sys.argv[1:]])}"
 
 

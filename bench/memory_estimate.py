@@ -28,7 +28,7 @@ from made_by import begin, finished
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_recipes import smoke
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.estimates import Workload
 from grpo_recipes.plan.models import compute_model_sizes
@@ -66,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CASES, help="measure only these cases")
     parser.add_argument("--recompute", action="store_true", help="measure nothing: new estimates of the recorded cases")
-    parser.add_argument("--out", type=Path, default=home() / "bench/results/memory_estimate.json")
+    parser.add_argument("--out", type=Path, default=find_code_root() / "bench/results/memory_estimate.json")
     options = parser.parse_args()
     origin = begin(options.out, "accelerate", "peft")
     result = read_json(options.out) or {"what": WHAT, "cases": {}}
@@ -149,7 +149,7 @@ def launch(flags: list[str], folder: Path) -> dict[str, int]:
     Returns:
         Peak bytes of the trainer's rank, and of the server's processes together.
     """
-    command = [sys.executable, "-m", "grpo_recipes", "launch", str(home() / RECIPE), *flags]
+    command = [sys.executable, "-m", "grpo_recipes", "launch", str(find_code_root() / RECIPE), *flags]
     looks: dict[str, dict[int, list[int]]] = {"trainer": {}, "server": {}}
     with (folder / "log").open("w") as log:
         run = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)

@@ -32,7 +32,7 @@ from made_by import append_record, begin
 from overlap_task import TASKS, Task
 from transformers import AutoTokenizer, PrinterCallback
 
-from grpo_recipes.paths import cache_root, home
+from grpo_recipes.paths import cache_root, find_code_root
 from grpo_recipes.plan.commands import base_environment, run_environment, server_command, server_environment
 from grpo_recipes.plan.ports import is_port_free, wait_until_ready
 from grpo_recipes.process.scratch import make_scratch
@@ -65,7 +65,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS])
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=home() / "bench/results/overlap.jsonl")
+    parser.add_argument("--out", type=Path, default=find_code_root() / "bench/results/overlap.jsonl")
     return parser.parse_args()
 
 
@@ -169,7 +169,7 @@ def server(task: Task) -> Iterator[int]:
         **server_environment("cpu", None),
     }
     os.environ |= {name: environment[name] for name in ("GRPO_TOKEN_FILE", "GRPO_SYNC_DIR", "GRPO_RUN")}
-    recipe = read_recipe(home() / "recipes/smoke/grpo.yaml")
+    recipe = read_recipe(find_code_root() / "recipes/smoke/grpo.yaml")
     argv = server_command(recipe, task.model, SERVED, "127.0.0.1", port, "cpu")
     process = subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

@@ -38,8 +38,8 @@ class Task:
 
 def sums(cache: Path) -> Task:
     """Return the task of recipes/smoke/grpo.yaml."""
-    folder = cache / f"sums-{smoke.fingerprint()}"
-    smoke.make(folder)
+    folder = cache / f"sums-{smoke.hash_settings()}"
+    smoke.make_smoke_task(folder)
     rows = load_dataset("json", data_files=str(folder / "train.jsonl"), split="train")
     prompts = rows.map(lambda row: {"prompt": _chat(row["problem"])}, remove_columns=["problem"])
     return Task(str(folder / "model"), prompts, pure_accuracy_math, {"max_completion_length": 8})

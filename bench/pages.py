@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 
-DOCS = home() / "docs"
-READMES = (home() / "bench/README.md", home() / "evidence/README.md")
+DOCS = find_code_root() / "docs"
+READMES = (find_code_root() / "bench/README.md", find_code_root() / "evidence/README.md")
 Tables = Mapping[str, Callable[[], str]]
 
 
@@ -38,7 +38,7 @@ def write_changed(files: Mapping[Path, str]) -> None:
     for path, text in files.items():
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
-            print(f"{path.relative_to(home())} is new")
+            print(f"{path.relative_to(find_code_root())} is new")
 
 
 def markdown_table(head: list[str], rows: list[list[str]]) -> str:

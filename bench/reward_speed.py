@@ -30,7 +30,7 @@ from typing import Any
 
 from made_by import begin, write_record
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.rewards.functions import pure_accuracy_math
 from grpo_recipes.rewards.pool import RewardPool
 
@@ -75,11 +75,11 @@ def _compared(options: argparse.Namespace) -> dict[str, float]:
     rates: dict[str, dict[str, list[float]]] = {"this code": {}, options.against: {}}
     with tempfile.TemporaryDirectory() as folder:
         other, out = Path(folder) / "other", Path(folder) / "out.json"
-        git = ["git", "-C", str(home()), "worktree"]
+        git = ["git", "-C", str(find_code_root()), "worktree"]
         subprocess.run([*git, "add", "--quiet", "--detach", str(other), options.against], check=True)
         try:
             for _ in range(options.rounds):
-                for label, code in (("this code", home()), (options.against, other)):
+                for label, code in (("this code", find_code_root()), (options.against, other)):
                     command = [sys.executable, __file__, "--rounds", "1", "--out", str(out)]
                     command += ["--rows", str(options.rows), "--workers", str(options.workers)]
                     environment = {**os.environ, "PYTHONPATH": str(code / "src")}
@@ -103,7 +103,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=32_000)
     parser.add_argument("--workers", type=int, default=2, help="child processes")
     parser.add_argument("--against", metavar="COMMIT", help="compare with this commit; writes no record")
-    parser.add_argument("--out", type=Path, default=home() / "bench/results/reward_speed.json")
+    parser.add_argument("--out", type=Path, default=find_code_root() / "bench/results/reward_speed.json")
     return parser.parse_args()
 
 

@@ -44,7 +44,7 @@ from speed_figure import write_page
 from speed_trainers import GSM8K, Keys, Shape, build_model, first_step, served, trainer_of
 from transformers import TrainerCallback
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.runs.rundir import write_json
 from grpo_recipes.trainers import metrics
 
@@ -179,7 +179,7 @@ def maxent(bench: Bench) -> dict[str, Any]:
 
 def commands(bench: Bench) -> dict[str, Any]:
     """Measure wall and CPU seconds of commands, and the seconds to the first step."""
-    grpo, recipe = str(Path(sys.executable).with_name("grpo")), str(home() / "recipes/smoke/grpo.yaml")
+    grpo, recipe = str(Path(sys.executable).with_name("grpo")), str(find_code_root() / "recipes/smoke/grpo.yaml")
     seconds_by_command: dict[str, Any] = {
         name: [_timed([grpo, name, recipe]) for _ in range(5)] for name in ("check", "plan")
     }
@@ -258,7 +258,7 @@ def main() -> None:
         write_page(result)
 
 
-RECORD = home() / "bench/results/speed.json"
+RECORD = find_code_root() / "bench/results/speed.json"
 WHAT = "ratios of the seconds of neighbouring steps, and seconds of commands, on CPU"
 
 

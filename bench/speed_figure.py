@@ -11,7 +11,7 @@ from speed_page import PAGE, PARTS, arms_of, goal_of, page
 
 from grpo_recipes.console.report.chart import make_axis
 from grpo_recipes.console.report.page import format_number
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 
 WIDTH, SIDE, TOP, ROW = 358, 16, 68, 32  # the width of a phone; a label is above its ratio
 GROWTH = {"prompts": "prompts a step", "longest": "longest", "ranks": "processes"}
@@ -20,7 +20,7 @@ OWN_STYLE = (
     ".point{stroke-width:9}.noise{stroke:var(--muted)}.goal{stroke:var(--c2);stroke-width:3}"
     ".one{stroke:var(--muted);stroke-width:1;stroke-dasharray:3 4}"
 )
-DRAWN = home() / "docs/assets/speed.svg"
+DRAWN = find_code_root() / "docs/assets/speed.svg"
 Found = dict[str, Any]  # the figures of an arm
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 
-PAGE = home() / "docs/performance.md"
+PAGE = find_code_root() / "docs/performance.md"
 FIGURE = "![Ratios with their intervals and goals](assets/speed.svg)"
 BEGIN = "## Measured\n"  # this script writes the text below it
 # Part -> heading, base of the ratios, and (case, arm) -> goal. A case of None matches any case.

@@ -25,7 +25,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
 from grpo_recipes import smoke
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.commands import base_environment, run_environment, server_command, server_environment
 from grpo_recipes.plan.ports import is_port_free, wait_until_ready
 from grpo_recipes.process.scratch import make_scratch
@@ -34,7 +34,7 @@ from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
 
-GSM8K = home().parent / "shared/data/gsm8k/train.jsonl"
+GSM8K = find_code_root().parent / "shared/data/gsm8k/train.jsonl"
 SERVED = "speed"
 Keys = dict[str, Any] | None  # recipe keys of an arm of ours; None is bare TRL
 
@@ -201,7 +201,7 @@ def served(model: Path) -> Iterator[int]:
         if is_port_free("127.0.0.1", candidate)
     )
     scratch = make_scratch(os.environ)
-    recipe = read_recipe(home() / "recipes/smoke/grpo.yaml")
+    recipe = read_recipe(find_code_root() / "recipes/smoke/grpo.yaml")
     environment = {
         **base_environment(os.environ),
         **run_environment(os.environ, scratch, scratch.disk, SERVED),
@@ -226,7 +226,7 @@ def served(model: Path) -> Iterator[int]:
 def first_step(command: list[str], folder: Path) -> dict[str, float]:
     """Launch a recipe; return the seconds until each of its lines that names a phase, and its first step."""
     began, seconds_by_phase = time.perf_counter(), dict[str, float]()
-    environment = {**base_environment(os.environ), "GRPO_HOME": str(home())}
+    environment = {**base_environment(os.environ), "GRPO_HOME": str(find_code_root())}
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as run:

@@ -18,10 +18,10 @@ import speed_figure
 import speed_page
 from pages import DOCS, filled_pages, markdown_table, write_changed
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 
 SCRIPT = "bench/tables.py"
-RESULTS = home() / "bench/results"
+RESULTS = find_code_root() / "bench/results"
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ from memory_estimate import make_model
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import SYNC_METHODS
 from grpo_recipes.runs.rundir import read_json, write_json
@@ -43,7 +43,7 @@ from grpo_recipes.weights.client import BridgeClient
 from grpo_recipes.weights.lora import LoraClient
 from grpo_recipes.weights.shared import SharedClient
 
-sys.path.insert(0, str(home() / "tests/e2e"))
+sys.path.insert(0, str(find_code_root() / "tests/e2e"))
 from one_by_one import Bench
 
 WHAT = "a sync on CPU: seconds against a plain copy of the weights, bytes sent, PSS and peak of both processes"
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--bridges", nargs="+", choices=MEASURED, default=list(MEASURED))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=home() / "bench/results/weights.json")
+    parser.add_argument("--out", type=Path, default=find_code_root() / "bench/results/weights.json")
     parser.add_argument("--case", nargs=2, metavar=("BRIDGE", "MODEL"), help="measure in this process, print JSON")
     options = parser.parse_args()
     if options.case:

@@ -40,7 +40,7 @@ from made_by import begin, write_record
 from trl.generation.vllm_client import VLLMClient
 
 from grpo_recipes import smoke
-from grpo_recipes.paths import cache_root, home
+from grpo_recipes.paths import cache_root, find_code_root
 from grpo_recipes.plan.commands import base_environment, run_environment, server_command, server_environment
 from grpo_recipes.plan.ports import is_port_free, wait_until_ready
 from grpo_recipes.process.scratch import make_scratch
@@ -69,7 +69,7 @@ def main() -> None:
     """Measure and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=home() / "bench/results/wire.json")
+    parser.add_argument("--out", type=Path, default=find_code_root() / "bench/results/wire.json")
     options = parser.parse_args()
     origin = begin(options.out, "safetensors")
     with served() as (run_dir, url):
@@ -158,10 +158,10 @@ def _median(rows: list[dict[str, float]], key: str) -> float:
 def served() -> Iterator[tuple[Path, str]]:
     """A server of the smoke model, and a folder for a run."""
     port = next(port for port in random.sample(range(8000, 9000), 1000) if is_port_free("127.0.0.1", port))
-    folder = cache_root(os.environ) / "smoke" / f"sums-{smoke.fingerprint()}"
-    smoke.make(folder)
+    folder = cache_root(os.environ) / "smoke" / f"sums-{smoke.hash_settings()}"
+    smoke.make_smoke_task(folder)
     scratch = make_scratch(os.environ)
-    recipe = read_recipe(home() / "recipes/smoke/grpo.yaml", ("--vllm_max_model_length", str(TOKENS + 64)))
+    recipe = read_recipe(find_code_root() / "recipes/smoke/grpo.yaml", ("--vllm_max_model_length", str(TOKENS + 64)))
     environment = {
         **base_environment(os.environ),
         **run_environment(os.environ, scratch, scratch.disk, SERVED),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 
@@ -18,4 +18,4 @@ __all__ = [
     "write_figure", "write_record",
 ]  # fmt: skip
 
-RESULTS = home() / "evidence/results"
+RESULTS = find_code_root() / "evidence/results"

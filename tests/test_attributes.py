@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.attributes import replaced
+from grpo_recipes.attributes import replace_attributes
 
 
 class Owner:
@@ -22,7 +22,7 @@ class Owner:
 
 def test_attributes_are_replaced_inside_and_back_afterwards() -> None:
     owner = Owner()
-    with replaced(owner, own=1, of_class=2, method=lambda: 3, new=4):
+    with replace_attributes(owner, own=1, of_class=2, method=lambda: 3, new=4):
         assert (owner.own, owner.of_class, owner.method(), owner.new) == (1, 2, 3, 4)  # type: ignore[attr-defined]
     assert vars(owner) == {"own": "own"} and (owner.of_class, owner.method()) == ("class", "method")
 
@@ -30,7 +30,7 @@ def test_attributes_are_replaced_inside_and_back_afterwards() -> None:
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_they_are_back_after_an_exception(error: type[BaseException]) -> None:
     owner = Owner()
-    with pytest.raises(error), replaced(owner, own=1, new=2):
+    with pytest.raises(error), replace_attributes(owner, own=1, new=2):
         del owner.new  # type: ignore[attr-defined]
         raise error
     assert vars(owner) == {"own": "own"}
@@ -44,14 +44,14 @@ def test_one_that_cannot_be_set_leaves_the_others_as_they_were() -> None:
             super().__setattr__(name, value)
 
     owner = Fixed()
-    with pytest.raises(TypeError), replaced(owner, own=1, new="refused"):
+    with pytest.raises(TypeError), replace_attributes(owner, own=1, new="refused"):
         pass
     assert vars(owner) == {"own": "own"}
 
 
 def test_a_modules_function_is_replaced_too() -> None:
     plain = math.sqrt
-    with replaced(math, sqrt=abs):
+    with replace_attributes(math, sqrt=abs):
         assert math.sqrt(-4) == 4
     assert math.sqrt is plain
 
@@ -74,6 +74,6 @@ class Forwarding:
 
 def test_an_owner_that_forwards_attributes_keeps_none_and_loses_none() -> None:
     inner = Owner()
-    with replaced(Forwarding(inner), own=1, method=lambda: 3, new=4):
+    with replace_attributes(Forwarding(inner), own=1, method=lambda: 3, new=4):
         assert (inner.own, inner.method(), inner.new) == (1, 3, 4)  # type: ignore[attr-defined]
     assert vars(inner) == {"own": "own"} and inner.method() == "method"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.errors import ConfigError, Problem, config_error, translate
+from grpo_recipes.errors import ConfigError, Problem, config_error, translate_errors
 
 TOKEN = "hf_" + "plantedsecret" * 2
 
@@ -25,7 +25,7 @@ def test_letters_of_any_language_stay():
 
 def test_an_error_of_a_kind_is_translated_and_any_other_passes() -> None:
     def fail(error: Exception) -> None:
-        with translate((OSError, ValueError), lambda error: config_error("here", f"failed: {error}", "do that")):
+        with translate_errors((OSError, ValueError), lambda error: config_error("here", f"failed: {error}", "do that")):
             raise error
 
     cause = ValueError("odd")

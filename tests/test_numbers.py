@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from grpo_recipes.numbers import LARGEST_REWARD, LOWEST_LOGPROB, is_logprob, reward_problem
+from grpo_recipes.numbers import LARGEST_REWARD, LOWEST_LOGPROB, find_reward_problem, is_logprob
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, 1e-300, LARGEST_REWARD, -LARGEST_REWARD])
 def test_a_reward_within_the_limit_keeps_the_advantages_of_a_large_group_finite(value: float) -> None:
-    assert reward_problem(value) is None
+    assert find_reward_problem(value) is None
     rewards_G = torch.tensor([value, -value] * 512, dtype=torch.float32)
     advantages_G = (rewards_G - rewards_G.mean()) / (rewards_G.std() + 1e-4)
     assert rewards_G.square().sum().isfinite() and advantages_G.isfinite().all()
@@ -29,7 +29,7 @@ def test_a_reward_within_the_limit_keeps_the_advantages_of_a_large_group_finite(
     ],
 )
 def test_any_other_has_a_reason(value: float, problem: str) -> None:
-    assert reward_problem(value) == problem
+    assert find_reward_problem(value) == problem
 
 
 def test_a_log_prob_is_that_of_a_probability_of_float32() -> None:

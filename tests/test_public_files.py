@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 
-GITHUB = home() / ".github"
+GITHUB = find_code_root() / ".github"
 
 
 def load(name: str) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def project() -> dict[str, Any]:
-    return dict(tomllib.loads((home() / "pyproject.toml").read_text())["project"])
+    return dict(tomllib.loads((find_code_root() / "pyproject.toml").read_text())["project"])
 
 
 def test_the_workflow_runs_the_script_of_contributing_within_a_time_limit() -> None:
@@ -34,7 +34,7 @@ def test_the_workflow_runs_the_script_of_contributing_within_a_time_limit() -> N
     checkout, check = job["steps"]
     assert checkout["uses"].startswith("actions/checkout@") and checkout["with"]["fetch-depth"] == 0
     assert check["run"].split() == ["sudo", ".ci/run"]
-    assert os.access(home() / ".ci/run", os.X_OK)
+    assert os.access(find_code_root() / ".ci/run", os.X_OK)
 
 
 def test_the_bug_form_requires_doctor_recipe_and_log() -> None:
@@ -57,21 +57,21 @@ def test_every_issue_form_has_the_parts_that_github_requires() -> None:
 
 
 def test_files_and_targets_in_the_templates_exist() -> None:
-    targets = re.findall(r"^([a-z0-9-]+):.*##", (home() / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([a-z0-9-]+):.*##", (find_code_root() / "Makefile").read_text(), re.MULTILINE)
     for path in [*GITHUB.rglob("*.yml"), *GITHUB.glob("*.md")]:
         text = path.read_text()
         assert set(re.findall(r"`make ([a-z0-9-]+)`", text)) <= set(targets), path
         for name in re.findall(r"`([\w/.]+\.md)`", text):
-            assert (home() / name).is_file(), f"{path}: {name}"
+            assert (find_code_root() / name).is_file(), f"{path}: {name}"
 
 
 def test_the_citation_has_the_version_and_the_license_of_the_package() -> None:
-    citation = yaml.safe_load((home() / "CITATION.cff").read_text())
+    citation = yaml.safe_load((find_code_root() / "CITATION.cff").read_text())
     assert citation["cff-version"] == "1.2.0" and citation["authors"] and citation["message"]
     assert citation["version"] == project()["version"]
     assert citation["license"] == project()["license"]
     released = f"## [{citation['version']}] - {date.fromisoformat(citation['date-released'])}"
-    assert released in (home() / "CHANGELOG.md").read_text()
+    assert released in (find_code_root() / "CHANGELOG.md").read_text()
 
 
 def test_what_the_tests_import_is_in_the_dev_extra() -> None:
@@ -79,5 +79,5 @@ def test_what_the_tests_import_is_in_the_dev_extra() -> None:
     extra = project()["optional-dependencies"]["dev"]
     names = {re.split(r"[\[<>=]", requirement)[0] for requirement in extra}
     assert {"hypothesis", "pytest", "jsonschema"} <= names
-    pinned = (home() / "requirements/base.in").read_text()
+    pinned = (find_code_root() / "requirements/base.in").read_text()
     assert all(re.search(rf"^{re.escape(name)}\b", pinned, re.MULTILINE) for name in names)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_recipes.paths import home
-from grpo_recipes.secrets import secret_value
+from grpo_recipes.paths import find_code_root
+from grpo_recipes.secrets import contains_secret
 
 LONGEST_FUNCTION = 60
 LONGEST_FILE = 520
@@ -25,10 +25,10 @@ VAGUE_FIELDS = {("errors.py", "what"), ("extensions/migrate/migrate.py", "kept")
 
 
 def tracked_files() -> list[Path]:
-    done = subprocess.run(["git", "ls-files", "-z"], cwd=home(), capture_output=True, text=True, check=False)
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=find_code_root(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         pytest.skip("not a git checkout")
-    return [home() / name for name in done.stdout.split("\0") if name and (home() / name).is_file()]
+    return [find_code_root() / name for name in done.stdout.split("\0") if name and (find_code_root() / name).is_file()]
 
 
 def test_no_file_holds_a_secret() -> None:
@@ -37,16 +37,16 @@ def test_no_file_holds_a_secret() -> None:
     for path in files:
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
             # user:password@ in a test of masking is not a secret, but a token is.
-            assert "@" in line or not secret_value(line), f"{path}:{number}"
+            assert "@" in line or not contains_secret(line), f"{path}:{number}"
 
 
 def test_a_planted_token_would_be_found() -> None:
-    assert secret_value("HF_TOKEN=hf_" + "abcdefgh" * 3)
-    assert secret_value("key: sk-" + "abcdefgh" * 3)
+    assert contains_secret("HF_TOKEN=hf_" + "abcdefgh" * 3)
+    assert contains_secret("key: sk-" + "abcdefgh" * 3)
 
 
 def test_no_function_and_no_file_is_too_long() -> None:
-    for path in (home() / "src").rglob("*.py"):
+    for path in (find_code_root() / "src").rglob("*.py"):
         text = path.read_text()
         assert len(text.splitlines()) <= LONGEST_FILE, path
         for node in ast.walk(ast.parse(text)):
@@ -56,7 +56,7 @@ def test_no_function_and_no_file_is_too_long() -> None:
 
 
 def test_variables_of_the_package_are_named_after_what_they_hold() -> None:
-    package = home() / "src/grpo_recipes"
+    package = find_code_root() / "src/grpo_recipes"
     found_names = set()
     for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -68,7 +68,7 @@ def test_variables_of_the_package_are_named_after_what_they_hold() -> None:
 
 
 def test_pre_commit_runs_programs_of_the_environment() -> None:
-    (repository,) = yaml.safe_load((home() / ".pre-commit-config.yaml").read_text())["repos"]
+    (repository,) = yaml.safe_load((find_code_root() / ".pre-commit-config.yaml").read_text())["repos"]
     assert repository["repo"] == "local"  # a clone would need a network, and could have other versions
     programs = {hook["id"]: hook["entry"].split()[0] for hook in repository["hooks"]}
     assert set(programs) == {"ruff", "ruff-format", "shellcheck"}
@@ -78,16 +78,16 @@ def test_pre_commit_runs_programs_of_the_environment() -> None:
 
 
 def test_what_contributing_names_is_there() -> None:
-    text = (home() / "CONTRIBUTING.md").read_text()
-    targets = re.findall(r"^([a-z0-9-]+):.*##", (home() / "Makefile").read_text(), re.MULTILINE)
+    text = (find_code_root() / "CONTRIBUTING.md").read_text()
+    targets = re.findall(r"^([a-z0-9-]+):.*##", (find_code_root() / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r"\bmake ([a-z0-9-]+)", text)) <= set(targets)
     for path in re.findall(r"`((?:tests|src|scripts|bench|\.ci)/[\w/.]*)`", text):
-        assert (home() / path).exists(), path
+        assert (find_code_root() / path).exists(), path
     for path in re.findall(r"`([a-z]+/(?:[a-z]+\.py)?)`", text):
-        assert (home() / path).exists() or (home() / "src/grpo_recipes" / path).exists(), path
+        assert (find_code_root() / path).exists() or (find_code_root() / "src/grpo_recipes" / path).exists(), path
 
 
 def test_every_python_that_is_started_leaves_the_working_folder_out() -> None:
     """``python -m`` and ``-c`` put it first on the path, where a user's yaml.py takes a package's place."""
     started = re.compile(r'sys\.executable,\s*"-[mc]"')
-    assert [path.name for path in (home() / "src").rglob("*.py") if started.search(path.read_text())] == []
+    assert [path.name for path in (find_code_root() / "src").rglob("*.py") if started.search(path.read_text())] == []

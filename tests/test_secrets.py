@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_recipes.secrets import MASK, masked, masked_environment, secret_name, secret_value
+from grpo_recipes.secrets import MASK, contains_secret, is_secret_name, mask_environment, mask_secrets
 
 SECRETS = [
     "hf_" + "a1B2" * 8,
@@ -30,34 +30,34 @@ SECRETS = [
     ],
 )
 def test_names_that_hold_secrets(name, secret):
-    assert secret_name(name) is secret
+    assert is_secret_name(name) is secret
 
 
 @pytest.mark.parametrize("secret", SECRETS)
 def test_a_token_is_recognised_and_masked_inside_a_text(secret):
-    assert secret_value(f"before {secret} after")
-    assert masked(f"before {secret} after") == f"before {MASK} after"
+    assert contains_secret(f"before {secret} after")
+    assert mask_secrets(f"before {secret} after") == f"before {MASK} after"
 
 
 @pytest.mark.parametrize("login", ["user:pass", ":pass", "user:pa:ss"])
 def test_the_password_of_a_url_is_masked(login):
-    assert secret_value(f"https://{login}@host/x")
-    assert masked(f"see https://{login}@host/x") == f"see https://{MASK}@host/x"
+    assert contains_secret(f"https://{login}@host/x")
+    assert mask_secrets(f"see https://{login}@host/x") == f"see https://{MASK}@host/x"
 
 
 @pytest.mark.parametrize(
     "text", ["hf_model", "Qwen/Qwen2.5-1.5B-Instruct", "a task-oriented text", "https://host:80/x", "", "mail@host"]
 )
 def test_ordinary_text_is_left_alone(text):
-    assert not secret_value(text)
-    assert masked(text) == text
+    assert not contains_secret(text)
+    assert mask_secrets(text) == text
 
 
 @pytest.mark.parametrize("value", [None, 7, 1.5, True])
 def test_values_that_are_no_text_are_no_secret(value):
-    assert secret_value(value) is False
+    assert contains_secret(value) is False
 
 
 def test_an_environment_is_masked_by_name_and_by_value():
-    shown = masked_environment({"HF_TOKEN": "short", "NOTE": f"my {SECRETS[0]}", "HOME": "/home/me"})
+    shown = mask_environment({"HF_TOKEN": "short", "NOTE": f"my {SECRETS[0]}", "HOME": "/home/me"})
     assert shown == {"HF_TOKEN": MASK, "NOTE": f"my {MASK}", "HOME": "/home/me"}

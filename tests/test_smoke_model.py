@@ -30,14 +30,14 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     out_dir = tmp_path_factory.mktemp("quick") / "made"
-    smoke.make(out_dir, phases=FEW_STEPS)
+    smoke.make_smoke_task(out_dir, phases=FEW_STEPS)
     return out_dir
 
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
     out_dir = tmp_path_factory.mktemp("real") / "made"
-    smoke.make(out_dir)
+    smoke.make_smoke_task(out_dir)
     return out_dir
 
 
@@ -51,14 +51,14 @@ def read_rows(out_dir: Path, name: str) -> list[dict]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_splits_are_disjoint_and_cover_all_sums(seed):
-    train, test = ({row["problem"] for row in rows} for rows in smoke.split(seed))
+    train, test = ({row["problem"] for row in rows} for rows in smoke.split_sums(seed))
     assert (len(train), len(test)) == (80, 20)
     assert train | test == {f"{a}+{b}=" for a in range(10) for b in range(10)}
     assert all(f"{b}+{a}=" in train for a, b in (problem.strip("=").split("+") for problem in test))
 
 
 def test_rows(quick):
-    assert (read_rows(quick, "train"), read_rows(quick, "test")) == smoke.split()
+    assert (read_rows(quick, "train"), read_rows(quick, "test")) == smoke.split_sums()
     for row in read_rows(quick, "train") + read_rows(quick, "test"):
         a, b = row["problem"].removesuffix("=").split("+")
         assert row["answer"] == str(int(a) + int(b))
@@ -67,49 +67,49 @@ def test_rows(quick):
 def test_made_once(quick, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)  # takes seconds to import, so it is imported only if needed
     before = (quick / "model" / "model.safetensors").stat().st_mtime_ns
-    smoke.make(quick, phases=FEW_STEPS)
+    smoke.make_smoke_task(quick, phases=FEW_STEPS)
     assert (quick / "model" / "model.safetensors").stat().st_mtime_ns == before
     assert sorted(path.name for path in quick.parent.iterdir()) == ["made"], "left a temporary folder behind"
 
 
 def test_refuses_what_others_made(quick, tmp_path):
     with pytest.raises(FileExistsError, match="other settings"):
-        smoke.make(quick, seed=1, phases=FEW_STEPS)
+        smoke.make_smoke_task(quick, seed=1, phases=FEW_STEPS)
     (tmp_path / "precious").write_text("")
     with pytest.raises(OSError):
-        smoke.make(tmp_path, phases=FEW_STEPS)
+        smoke.make_smoke_task(tmp_path, phases=FEW_STEPS)
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
 def test_second_maker_keeps_the_first_result(quick, tmp_path, monkeypatch):
     """Two makers at once: the one that finishes last finds the folder taken, and is content with it."""
-    out_dir, save = tmp_path / "made", smoke._save
+    out_dir, save = tmp_path / "made", smoke._save_model
 
     def save_late(*arguments):
         shutil.copytree(quick, out_dir)
         save(*arguments)
 
-    monkeypatch.setattr(smoke, "_save", save_late)
+    monkeypatch.setattr(smoke, "_save_model", save_late)
     before = (quick / "model" / "model.safetensors").stat().st_mtime_ns
-    smoke.make(out_dir, phases=FEW_STEPS)
+    smoke.make_smoke_task(out_dir, phases=FEW_STEPS)
     assert (out_dir / "model" / "model.safetensors").stat().st_mtime_ns == before
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
 def test_same_seed_same_weights(quick, tmp_path):
     for seed in (0, 1):
-        smoke.make(tmp_path / str(seed), seed=seed, phases=FEW_STEPS)
+        smoke.make_smoke_task(tmp_path / str(seed), seed=seed, phases=FEW_STEPS)
     assert weights_hash(tmp_path / "0") == weights_hash(quick) != weights_hash(tmp_path / "1")
 
 
 def test_fingerprint_depends_on_every_setting():
     keys = [
-        smoke.fingerprint(),
-        smoke.fingerprint(seed=1),
-        smoke.fingerprint(tied=True),
-        smoke.fingerprint(dtype="bfloat16"),
-        smoke.fingerprint(phases=FEW_STEPS),
-        smoke.fingerprint(mafia=True),
+        smoke.hash_settings(),
+        smoke.hash_settings(seed=1),
+        smoke.hash_settings(tied=True),
+        smoke.hash_settings(dtype="bfloat16"),
+        smoke.hash_settings(phases=FEW_STEPS),
+        smoke.hash_settings(mafia=True),
     ]
     assert len(set(keys)) == len(keys)
 
@@ -124,7 +124,7 @@ def test_untrained_weights_are_those_of_the_seed(tmp_path):
 
 
 def test_tied_bfloat16_variant(tmp_path, monkeypatch):
-    monkeypatch.setattr(smoke, "make", functools.partial(smoke.make, phases=FEW_STEPS))
+    monkeypatch.setattr(smoke, "make_smoke_task", functools.partial(smoke.make_smoke_task, phases=FEW_STEPS))
     smoke.main([str(tmp_path / "made"), "--tie-word-embeddings", "--dtype", "bfloat16"])
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made" / "model", dtype="auto")
     assert model.config.tie_word_embeddings
@@ -191,7 +191,7 @@ def test_the_model_of_secret_mafia_reads_the_game_in_a_few_tokens(tmp_path, monk
 
     few = tuple(phase._replace(steps=2, copies=2) for phase in smoke.MAFIA_PHASES)
     monkeypatch.setattr(smoke, "MAFIA_GAMES", 4)
-    smoke.make(tmp_path / "made", phases=few, on_games=pretrain)
+    smoke.make_smoke_task(tmp_path / "made", phases=few, on_games=pretrain)
     assert [path.name for path in sorted((tmp_path / "made").iterdir())] == ["COMPLETE", "model"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "made" / "model")
     assert len(tokenizer) == transformers.AutoConfig.from_pretrained(tmp_path / "made" / "model").vocab_size
@@ -223,9 +223,9 @@ def test_the_model_of_secret_mafia_saw_well_formed_moves_and_is_flattened(monkey
 
 
 def test_the_recipe_plays_the_game_that_the_model_saw():
-    from grpo_recipes.paths import home
+    from grpo_recipes.paths import find_code_root
     from grpo_recipes.recipe import read_recipe
 
-    recipe = read_recipe(home() / "recipes/environments/secret_mafia_smoke.yaml")
+    recipe = read_recipe(find_code_root() / "recipes/environments/secret_mafia_smoke.yaml")
     assert recipe["model_name_or_path"] == "smoke:mafia"
     assert smoke.MAFIA_GAME.items() <= recipe["environment_args"].items()

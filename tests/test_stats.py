@@ -12,15 +12,15 @@ import pytest
 from grpo_recipes.stats import (
     best_at_k,
     evaluated_ks,
-    half_interval,
+    format_result,
     majority_at_k,
     mean_with_interval,
     pass_at_k,
-    pass_table,
+    pass_at_k_table,
     reported_ks,
-    result_line,
     scores_at_k,
-    wilson,
+    t_interval_half_width,
+    wilson_interval,
 )
 
 
@@ -100,7 +100,7 @@ def test_scores_of_an_evaluation_equal_their_definitions() -> None:
             value, interval = scores[f"{name}@{k}"]
             assert value == pytest.approx(statistics.fmean(estimates)), (name, k)
             assert interval is not None and interval[0] <= value <= interval[1]
-        half = half_interval(best)
+        half = t_interval_half_width(best)
         assert scores[f"best@{k}"][1] == pytest.approx((statistics.fmean(best) - half, statistics.fmean(best) + half))
     assert len({round(value, 6) for value, _ in scores.values()}) > 12
 
@@ -130,10 +130,10 @@ def test_no_k_is_above_the_number_of_completions() -> None:
 
 def test_wilson_gives_the_textbook_numbers() -> None:
     # Newcombe 1998 (Statistics in Medicine 17:857), table I, method 3.
-    assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
-    assert wilson(15, 148) == pytest.approx((0.0624, 0.1605), abs=5e-5)
-    assert wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
-    assert wilson(1, 29) == pytest.approx((0.0061, 0.1718), abs=5e-5)
+    assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert wilson_interval(15, 148) == pytest.approx((0.0624, 0.1605), abs=5e-5)
+    assert wilson_interval(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+    assert wilson_interval(1, 29) == pytest.approx((0.0061, 0.1718), abs=5e-5)
 
 
 @pytest.mark.parametrize("samples", [1, 8])
@@ -154,10 +154,12 @@ def test_one_problem_says_nothing_about_others() -> None:
 
 def test_the_interval_is_students() -> None:
     # Mean 2 and standard deviation 1 of three values: 4.303 / sqrt(3).
-    assert half_interval([1.0, 2.0, 3.0]) == pytest.approx(4.303 / math.sqrt(3))
-    assert half_interval([0.0, 1.0]) == pytest.approx(12.706 / 2)
-    assert half_interval([float(row % 2) for row in range(100)]) == pytest.approx(1.984 * 0.50252 / 10, rel=1e-3)
-    assert half_interval([1.0]) is None
+    assert t_interval_half_width([1.0, 2.0, 3.0]) == pytest.approx(4.303 / math.sqrt(3))
+    assert t_interval_half_width([0.0, 1.0]) == pytest.approx(12.706 / 2)
+    assert t_interval_half_width([float(row % 2) for row in range(100)]) == pytest.approx(
+        1.984 * 0.50252 / 10, rel=1e-3
+    )
+    assert t_interval_half_width([1.0]) is None
 
 
 def test_problems_that_all_agree_leave_an_interval() -> None:
@@ -172,7 +174,7 @@ def test_problems_that_all_agree_leave_an_interval() -> None:
         _, (low, high) = mean_with_interval([value] * 30, most)
         assert 0 <= low <= value <= high <= most and high - low > 0.1 * most, value
     # Of scores that are 0 it is Wilson's, on any scale.
-    assert mean_with_interval([0.0] * 30, 8.0)[1][1] == pytest.approx(8 * wilson(0, 30)[1])
+    assert mean_with_interval([0.0] * 30, 8.0)[1][1] == pytest.approx(8 * wilson_interval(0, 30)[1])
 
 
 def test_the_interval_of_few_problems_is_students() -> None:
@@ -186,16 +188,16 @@ def test_reported_ks() -> None:
 
 
 def test_a_table_leaves_out_what_has_no_verdict() -> None:
-    table = pass_table([[1.0, 0.0], [None, 1.0], [None, None], [0.0, 0.0]])
+    table = pass_at_k_table([[1.0, 0.0], [None, 1.0], [None, None], [0.0, 0.0]])
 
     assert table["pass@1"] == pytest.approx((0.5 + 1 + 0) / 3, abs=1e-6)
     assert table["pass@2"] == 0.5  # the second problem has one verdict only
     low, high = table["pass@2_ci"]
     assert low < 0.5 < high
-    assert pass_table([[None]]) == {"pass@1": None, "pass@1_ci": None}
+    assert pass_at_k_table([[None]]) == {"pass@1": None, "pass@1_ci": None}
 
 
 def test_a_line_for_a_person() -> None:
-    result = {**pass_table([[1.0, 0.0]] * 3 + [[0.0, 0.0]]), "problems": 4, "samples": 2}
-    assert result_line(result) == "pass@1 0.375 (0.000 to 0.773), pass@2 0.750 (0.301 to 0.954); 4 problems"
-    assert result_line({**pass_table([[None]]), "problems": 1}) == "pass@1 none; 1 problems"
+    result = {**pass_at_k_table([[1.0, 0.0]] * 3 + [[0.0, 0.0]]), "problems": 4, "samples": 2}
+    assert format_result(result) == "pass@1 0.375 (0.000 to 0.773), pass@2 0.750 (0.301 to 0.954); 4 problems"
+    assert format_result({**pass_at_k_table([[None]]), "problems": 1}) == "pass@1 none; 1 problems"

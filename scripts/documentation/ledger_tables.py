@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 
-sys.path.insert(0, str(home() / "tests"))
+sys.path.insert(0, str(find_code_root() / "tests"))
 import ledgers
 from ledgers import Row
 
@@ -26,7 +26,7 @@ _CODE = re.compile(r"[_/=%*]|[a-z]\.[a-z]|^[A-Z]{5,}$")
 
 def fill(markdown: str) -> str:
     """Return a page with tables instead of their markers."""
-    markdown = _MARKER.sub(lambda match: row_tables(home() / match["file"]), markdown)
+    markdown = _MARKER.sub(lambda match: row_tables(find_code_root() / match["file"]), markdown)
     return markdown.replace(_FAULTS, fault_table()) if _FAULTS in markdown else markdown
 
 

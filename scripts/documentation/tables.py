@@ -31,12 +31,12 @@ from grpo_recipes.console import doctor
 from grpo_recipes.console.doctor import examine
 from grpo_recipes.extensions.atropos import flags as atropos_flags
 from grpo_recipes.extensions.atropos import verl as atropos
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.recipe import converters, keys, read_recipe
 from grpo_recipes.recipe.registry import OBJECTIVES, ON_CPU, ON_GPUS, SETUPS, SYNC_TABLE, YES, Objective
 from grpo_recipes.slurm import profile
 
-RECIPES = home() / "recipes"
+RECIPES = find_code_root() / "recipes"
 
 # Topic -> patterns of the keys that it holds. A key belongs to the first topic that fits.
 TOPICS = {

@@ -6,7 +6,7 @@ from typing import Any
 
 
 @contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
+def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
     """Set attributes of ``owner`` inside, and restore them afterwards, also forwarded attributes."""
     instance_values = {name: vars(owner)[name] for name in values if name in vars(owner)}  # the rest is inherited
     before = {name: getattr(owner, name) for name in values if hasattr(owner, name)} | instance_values

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from grpo_recipes.secrets import masked
+from grpo_recipes.secrets import mask_secrets
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -30,15 +30,15 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name in ("where", "what", "fix"):
-            object.__setattr__(self, name, printable(getattr(self, name)))
+            object.__setattr__(self, name, mask_and_escape(getattr(self, name)))
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what}. Fix: {self.fix}"
 
 
-def printable(text: str) -> str:
+def mask_and_escape(text: str) -> str:
     """Return a text as one line without secrets, since a message may quote any input."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in masked(text))
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in mask_secrets(text))
 
 
 class ConfigError(Exception):
@@ -55,7 +55,7 @@ def config_error(where: str, what: str, fix: str) -> ConfigError:
 
 
 @contextlib.contextmanager
-def translate(
+def translate_errors(
     kinds: type[BaseException] | tuple[type[BaseException], ...], into: Callable[[Any], BaseException]
 ) -> Iterator[None]:
     """Replace an error of these kinds by ``into(error)``, with the original error as its cause."""
@@ -65,7 +65,7 @@ def translate(
         raise into(error) from error
 
 
-def collect(items: Iterable[Item], work: Callable[[Item], Result]) -> list[Result]:
+def collect_results(items: Iterable[Item], work: Callable[[Item], Result]) -> list[Result]:
     """Return ``work(item)`` for each item; if some raise a ConfigError, raise one with all problems at the end."""
     results: list[Result] = []
     problems: list[Problem] = []

@@ -11,7 +11,7 @@ from pathlib import Path
 CODE_VARIABLE = "GRPO_CODE"
 
 
-def home() -> Path:
+def find_code_root() -> Path:
     """Return the folder of the running code: GRPO_CODE of a frozen run, else GRPO_HOME, else the installed tree."""
     folder = os.environ.get(CODE_VARIABLE) or os.environ.get("GRPO_HOME")
     return Path(folder or Path(__file__).resolve().parents[2])
@@ -19,7 +19,7 @@ def home() -> Path:
 
 def cache_root(environment: Mapping[str, str]) -> Path:
     """Return the folder of downloads and the smoke model: CACHE_ROOT, or ``.cache`` in the repository."""
-    return Path(environment.get("CACHE_ROOT") or home() / ".cache").absolute()
+    return Path(environment.get("CACHE_ROOT") or find_code_root() / ".cache").absolute()
 
 
 def display_path(path: Path | str) -> str:
@@ -33,10 +33,10 @@ def shell_quote(text: Path | str) -> str:
     text = str(text)
     if text.isprintable():
         return shlex.quote(text)
-    return f"$'{''.join(_in_ansi_quotes(char) for char in text)}'"
+    return f"$'{''.join(_escape_in_ansi_quotes(char) for char in text)}'"
 
 
-def _in_ansi_quotes(char: str) -> str:
+def _escape_in_ansi_quotes(char: str) -> str:
     if char.isprintable():
         return f"\\{char}" if char in "\\'" else char
     return "".join(f"\\x{byte:02x}" for byte in os.fsencode(char))
@@ -47,7 +47,7 @@ def shell_path(path: Path | str) -> str:
     return shell_quote(display_path(path))
 
 
-def python_module(name: str, *arguments: str) -> list[str]:
+def module_command(name: str, *arguments: str) -> list[str]:
     """Return the command that runs a module with this Python, without imports from the working folder (``-P``)."""
     return [sys.executable, "-P", "-m", name, *arguments]
 
@@ -57,7 +57,7 @@ def nearest_existing_folder(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
-def newest_first(paths: Iterable[Path]) -> list[Path]:
+def sort_newest_first(paths: Iterable[Path]) -> list[Path]:
     """Return the existing paths, the latest modification first."""
     times = {}
     for path in paths:

@@ -17,26 +17,26 @@ _URL_PASSWORD = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
 _PUBLIC_NAMES = frozenset({"TOKENIZERS_PARALLELISM", "GRPO_TOKEN_FILE"})
 
 
-def secret_name(name: str) -> bool:
+def is_secret_name(name: str) -> bool:
     """Return whether a variable of this name holds a secret."""
     return name.upper() not in _PUBLIC_NAMES and bool(_NAME.search(name))
 
 
-def secret_value(value: object) -> bool:
+def contains_secret(value: object) -> bool:
     """Return whether a value or a part of it looks like a token, or is a text in a mapping under a secret's name."""
     if isinstance(value, Mapping):
-        named = any(secret_name(str(name)) and isinstance(part, str) for name, part in value.items())
-        return named or any(secret_value(part) for part in value.values())
+        named = any(is_secret_name(str(name)) and isinstance(part, str) for name, part in value.items())
+        return named or any(contains_secret(part) for part in value.values())
     if isinstance(value, list | tuple):
-        return any(secret_value(part) for part in value)
+        return any(contains_secret(part) for part in value)
     return isinstance(value, str) and bool(_VALUE.search(value) or _URL_PASSWORD.search(value))
 
 
-def masked(text: str) -> str:
+def mask_secrets(text: str) -> str:
     """Return ``text`` with tokens and passwords in URLs replaced."""
     return _URL_PASSWORD.sub(MASK, _VALUE.sub(MASK, text))
 
 
-def masked_environment(environment: Mapping[str, str]) -> dict[str, str]:
+def mask_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return a copy of ``environment`` that may be printed."""
-    return {name: MASK if secret_name(name) else masked(value) for name, value in environment.items()}
+    return {name: MASK if is_secret_name(name) else mask_secrets(value) for name, value in environment.items()}

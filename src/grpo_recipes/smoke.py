@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.paths import cache_root, python_module
+from grpo_recipes.paths import cache_root, module_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-VERSION = "1"  # raise it whenever anything below changes what `make` writes
+VERSION = "1"  # raise it whenever anything below changes what `make_smoke_task` writes
 
 TEST_SIZE = 20
 MAX_SUM = 18
@@ -87,10 +87,10 @@ PHASES = (
 )
 
 
-def fingerprint(
+def hash_settings(
     seed: int = 0, tied: bool = False, dtype: str = "float32", phases: Phases = PHASES, mafia: bool = False
 ) -> str:
-    """Return a short hash of everything that decides what `make` writes: the key for a cache of its output."""
+    """Hash all settings that decide the files of ``make_smoke_task``; return 12 hex digits, the key of its cache."""
     decided = (
         VERSION,
         seed,
@@ -102,7 +102,7 @@ def fingerprint(
     return hashlib.sha256(repr(decided).encode()).hexdigest()[:12]
 
 
-def make(
+def make_smoke_task(
     out_dir: Path, seed: int = 0, *, tied: bool = False, dtype: str = "float32", phases: Phases = PHASES,
     on_games: Callable[[Qwen2ForCausalLM, PreTrainedTokenizerFast, int, Phases], None] | None = None,
 ) -> None:  # fmt: skip
@@ -112,8 +112,8 @@ def make(
     with other settings or can't be written.
     """
     mafia = on_games is not None
-    key = fingerprint(seed, tied, dtype, phases, mafia)
-    if _is_made(out_dir, key):
+    key = hash_settings(seed, tied, dtype, phases, mafia)
+    if _is_complete(out_dir, key):
         return
     import torch
 
@@ -122,7 +122,7 @@ def make(
     partial.mkdir()
     threads = torch.get_num_threads()
     try:
-        train, test = split(seed)
+        train, test = split_sums(seed)
         for name, rows in () if mafia else (("train", train), ("test", test)):
             (partial / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         tokenizer = build_tokenizer(mafia)
@@ -134,25 +134,25 @@ def make(
                 on_games(model, tokenizer, seed, phases)
             else:
                 _pretrain(model, tokenizer, train, phases)
-        _save(model, tokenizer, dtype, partial / "model")
+        _save_model(model, tokenizer, dtype, partial / "model")
         (partial / "COMPLETE").write_text(key + "\n")
         os.rename(partial, out_dir)
     except OSError:  # another process may have finished first; its result is used
-        if not _is_made(out_dir, key):
+        if not _is_complete(out_dir, key):
             raise
     finally:
         torch.set_num_threads(threads)
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _is_made(out_dir: Path, key: str) -> bool:
+def _is_complete(out_dir: Path, key: str) -> bool:
     marker = out_dir / "COMPLETE"
     if marker.exists() and (old_key := marker.read_text().strip()) != key:
         raise FileExistsError(f"{out_dir} was made with other settings ({old_key}, not {key}); remove it first")
     return marker.exists()
 
 
-def split(seed: int = 0) -> tuple[list[Row], list[Row]]:
+def split_sums(seed: int = 0) -> tuple[list[Row], list[Row]]:
     """Return training and held-out rows: `TEST_SIZE` sums held out at random, never both a+b and b+a, never a+a."""
     rng = random.Random(seed)
     unordered = [(a, b) for a in range(10) for b in range(a)]
@@ -229,7 +229,7 @@ def _pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, train
             optimizer.zero_grad()
 
 
-def _save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, dtype: str, folder: Path) -> None:
+def _save_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, dtype: str, folder: Path) -> None:
     import torch
 
     model.to(getattr(torch, dtype)).save_pretrained(folder)
@@ -239,7 +239,7 @@ def _save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, dtype: st
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2))
 
 
-def smoke_tasks() -> tuple[str, ...]:
+def list_smoke_tasks() -> tuple[str, ...]:
     """Return the names of the built-in models; without the extension of environments SecretMafia has none."""
     has_games = (Path(__file__).parent / "extensions/environments").is_dir()
     return (*SMOKE_DATA, "smoke:mafia") if has_games else SMOKE_DATA
@@ -247,12 +247,12 @@ def smoke_tasks() -> tuple[str, ...]:
 
 def smoke_folder(name: str, environment: Mapping[str, str]) -> Path:
     """Return the cache folder of a built-in smoke task; a ConfigError if there is no such task."""
-    if name not in smoke_tasks():
+    if name not in list_smoke_tasks():
         message = f"there is no built-in '{name}'"
-        raise config_error("model_name_or_path", message, f"write {' or '.join(smoke_tasks())}")
+        raise config_error("model_name_or_path", message, f"write {' or '.join(list_smoke_tasks())}")
     task = name.removeprefix(SMOKE_SCHEME)
     mafia = task == "mafia"
-    key = fingerprint(tied=task.endswith("-tied"), phases=MAFIA_PHASES if mafia else PHASES, mafia=mafia)
+    key = hash_settings(tied=task.endswith("-tied"), phases=MAFIA_PHASES if mafia else PHASES, mafia=mafia)
     return cache_root(environment) / "smoke" / f"{task}-{key}"
 
 
@@ -260,9 +260,9 @@ def smoke_command(name: str, environment: Mapping[str, str]) -> tuple[Path, list
     """Return the folder of a built-in smoke task, and the command that makes it there (a minute; needs torch)."""
     folder = smoke_folder(name, environment)
     if name == "smoke:mafia":
-        return folder, python_module(_GAMES, str(folder))
+        return folder, module_command(_GAMES, str(folder))
     tied = ["--tie-word-embeddings"] if name.endswith("-tied") else []
-    return folder, python_module("grpo_recipes.smoke", str(folder), *tied)
+    return folder, module_command("grpo_recipes.smoke", str(folder), *tied)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -279,7 +279,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     phases: dict[str, Any] = {"phases": ()} if args.untrained else {}
-    make(args.out_dir, args.seed, tied=args.tie_word_embeddings, dtype=args.dtype, **phases)
+    make_smoke_task(args.out_dir, args.seed, tied=args.tie_word_embeddings, dtype=args.dtype, **phases)
 
 
 if __name__ == "__main__":

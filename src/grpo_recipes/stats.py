@@ -61,7 +61,7 @@ def majority_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: 
     return float(right[answers.index(winner)])
 
 
-def half_interval(values: Sequence[float]) -> float | None:
+def t_interval_half_width(values: Sequence[float]) -> float | None:
     """Return half of the 95 % interval of the mean, by Student's t; None for fewer than two values."""
     degrees = len(values) - 1
     if degrees < 1:
@@ -81,17 +81,17 @@ def mean_with_interval(estimates: Sequence[float], most: float = 1.0) -> tuple[f
     count = len(estimates)
     mean = math.fsum(estimates) / count
     if most == 1.0 and all(estimate in (0.0, 1.0) for estimate in estimates):
-        return mean, wilson(round(math.fsum(estimates)), count)
+        return mean, wilson_interval(round(math.fsum(estimates)), count)
     if count == 1:
         return mean, (0.0, most)
     if min(estimates) == max(estimates):
-        unseen = wilson(0, count)[1]
+        unseen = wilson_interval(0, count)[1]
         return mean, (mean * (1 - unseen), mean + (most - mean) * unseen)
-    half = half_interval(estimates) or 0.0
+    half = t_interval_half_width(estimates) or 0.0
     return mean, (max(0.0, mean - half), min(most, mean + half))
 
 
-def wilson(right: int, count: int) -> Interval:
+def wilson_interval(right: int, count: int) -> Interval:
     """Return Wilson's 95 % interval of a proportion, valid at 0 and 1 and for few problems (AIME has 30)."""
     share, z2 = right / count, Z_95**2
     centre = (share + z2 / (2 * count)) / (1 + z2 / count)
@@ -151,11 +151,11 @@ def _mean_of_rewards(estimates: Sequence[float]) -> tuple[float, Interval | None
     """Return the mean over problems with its Student's t interval, which is not cut since rewards have no limits."""
     if not estimates:
         return math.nan, None
-    mean, half = math.fsum(estimates) / len(estimates), half_interval(estimates)
+    mean, half = math.fsum(estimates) / len(estimates), t_interval_half_width(estimates)
     return mean, None if half is None else (mean - half, mean + half)
 
 
-def pass_table(scores: Sequence[Sequence[float | None]]) -> dict[str, float | list[float] | None]:
+def pass_at_k_table(scores: Sequence[Sequence[float | None]]) -> dict[str, float | list[float] | None]:
     """Return ``pass@k`` and ``pass@k_ci`` of a benchmark for every reported k.
 
     ``scores`` is (problems, samples): 1 for a right completion, 0 for a wrong completion, None without a score.
@@ -178,7 +178,7 @@ def score_names(result: Mapping[str, Any]) -> list[str]:
     return [key for key in result if "@" in key and not key.endswith("_ci")]
 
 
-def result_line(result: Mapping[str, Any]) -> str:
+def format_result(result: Mapping[str, Any]) -> str:
     """Format a benchmark's result as ``pass@1 0.512 (0.468 to 0.556), pass@4 ..., 500 problems``.
 
     Baselines follow if there are any: ``; random guesser pass@8 0.181, mean@8 ...``.

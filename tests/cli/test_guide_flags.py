@@ -7,10 +7,10 @@ import json
 import pytest
 
 from grpo_recipes import cli
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 
-MATH = str(home() / "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml")
+MATH = str(find_code_root() / "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml")
 
 
 @pytest.fixture(autouse=True)

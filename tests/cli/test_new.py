@@ -12,7 +12,7 @@ from grpo_recipes import cli
 from grpo_recipes.cli import recipes
 from grpo_recipes.cli.recipes import start_text
 from grpo_recipes.launch.resolve import names_of
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.recipe import keys, read_recipe
@@ -74,7 +74,7 @@ def test_the_sections_are_what_a_beginner_asks_for():
 
 
 def test_the_line_for_editors_survives_a_move_of_the_folder_that_holds_recipe_and_package(tmp_path, monkeypatch):
-    monkeypatch.setattr(keys, "home", lambda: tmp_path / "both" / "package")
+    monkeypatch.setattr(keys, "find_code_root", lambda: tmp_path / "both" / "package")
     assert keys.schema_line(tmp_path / "both" / "mine" / "my.yaml").endswith("=../package/recipes/schema.json")
     assert keys.schema_line(Path("/elsewhere/my.yaml")).endswith(f"={tmp_path}/both/package/recipes/schema.json")
 
@@ -92,7 +92,7 @@ def test_its_recipe_is_the_packages_and_not_one_of_the_folder(folder, monkeypatc
 
 @pytest.mark.parametrize("name", ["grpo/config_math.yaml", "maxent/config_math_tempered.yaml"])
 def test_it_copies_a_recipe_with_a_schema_that_is_found(folder, name):
-    source = home() / "recipes/Qwen3-4B" / name
+    source = find_code_root() / "recipes/Qwen3-4B" / name
     assert cli.main(["new", "my.yaml", "--from", f"recipes/Qwen3-4B/{name}"]) == 0
     assert yaml.safe_load((folder / "my.yaml").read_text()) == yaml.safe_load(source.read_text())
     assert (folder / "my.yaml").read_text().count("yaml-language-server") == 1

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 
 FULL = Path("/dev/full")
-SMOKE = str(home() / "recipes/smoke/grpo.yaml")
+SMOKE = str(find_code_root() / "recipes/smoke/grpo.yaml")
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")

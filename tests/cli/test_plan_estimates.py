@@ -15,7 +15,7 @@ from grpo_recipes import cli
 from grpo_recipes.cli import recipes
 from grpo_recipes.errors import EXIT_CONFIG_ERROR
 from grpo_recipes.launch import submission
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.models import compute_model_sizes
 
 MODEL = {
@@ -150,7 +150,7 @@ def test_a_shipped_recipe_is_estimated_before_its_model_is_here(tmp_path, monkey
     monkeypatch.setenv("CACHE_ROOT", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     gpus = [] if recipe.startswith("smoke") else ["--gpus", "8"]
-    assert cli.main(["plan", str(home() / "recipes" / recipe), *gpus, "--run_root", str(tmp_path)]) == 0
+    assert cli.main(["plan", str(find_code_root() / "recipes" / recipe), *gpus, "--run_root", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "not estimated" not in told and len(blocks(told, "memory")) >= 2
     assert blocks(told, "gpus") == (["gpus       0 vLLM server, 1-7 trainer"] if gpus else [])
@@ -159,10 +159,13 @@ def test_a_shipped_recipe_is_estimated_before_its_model_is_here(tmp_path, monkey
 def test_the_page_shows_the_message_of_a_shipped_recipe_that_does_not_fit(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CACHE_ROOT", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    recipe = home() / "recipes/Qwen2.5-7B-Instruct/grpo/config_math.yaml"
+    recipe = find_code_root() / "recipes/Qwen2.5-7B-Instruct/grpo/config_math.yaml"
     flags = ["--gradient_checkpointing", "false", "--per_device_train_batch_size", "8", "--run_root", str(tmp_path)]
     assert cli.main(["plan", str(recipe), "--gpus", "8", "--gpu-memory", "80", *flags]) == 0
-    assert blocks(capsys.readouterr().out, "memory")[-1] in (home() / "docs/performance.md").read_text().splitlines()
+    assert (
+        blocks(capsys.readouterr().out, "memory")[-1]
+        in (find_code_root() / "docs/performance.md").read_text().splitlines()
+    )
 
 
 def test_the_map_shows_each_gpu_of_each_node(plan):

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from real_runs import clean_environment
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.commands import base_environment, run_environment, with_processes
 from grpo_recipes.plan.devices import find_resources
 from grpo_recipes.plan.plan import make_plan
@@ -47,7 +47,7 @@ class Bench:
         self.run_dir = folder / "run"
         (self.run_dir / "processes").mkdir(parents=True)
         self._shell = clean_environment(folder, str(folder))
-        self._recipe = read_recipe(home() / "recipes/smoke/grpo.yaml", (*SHORT, *flags))
+        self._recipe = read_recipe(find_code_root() / "recipes/smoke/grpo.yaml", (*SHORT, *flags))
         (self.run_dir / "recipe.yaml").write_text(self._recipe.as_yaml())
         self._names = Names(self.run_dir, "bench", self.served, "now")
         self._resources = find_resources({})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from real_runs import Launch
 
-from grpo_recipes.stats import pass_table
+from grpo_recipes.stats import pass_at_k_table
 
 GRAPH = "modebench:graph_coloring"
 SHORT = ("--max_steps", "4", "--prompts_per_step", "4", "--num_generations", "8")
@@ -89,7 +89,7 @@ def eval_rows(run: Launch) -> list[dict]:
 def assert_benchmark(run: Launch) -> None:
     result = run.summary()["benchmarks"]["smoke:sums"]
     rows = [json.loads(line) for line in (run.run_dir / "benchmarks" / "smoke_sums.jsonl").read_text().splitlines()]
-    assert result.items() >= pass_table([row["scores"] for row in rows]).items()
+    assert result.items() >= pass_at_k_table([row["scores"] for row in rows]).items()
     assert (result["problems"], result["samples"], result["reward"]) == (20, 4, "pure_accuracy_math")
     assert 0.2 < result["pass@1"] < result["pass@4"] <= 1
     for row in rows:

@@ -95,8 +95,8 @@ def install_fake_packing(folder: Path) -> None:
 
 
 def make_smoke(name: str, tied: bool) -> None:
-    folder = cache_root(os.environ) / "smoke" / f"{name}-{smoke.fingerprint(tied=tied)}"
-    smoke.make(folder, tied=tied)
+    folder = cache_root(os.environ) / "smoke" / f"{name}-{smoke.hash_settings(tied=tied)}"
+    smoke.make_smoke_task(folder, tied=tied)
 
 
 def other_tied_model(folder: Path) -> str:
@@ -104,7 +104,7 @@ def other_tied_model(folder: Path) -> str:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = cache_root(os.environ) / "smoke" / f"sums-tied-{smoke.fingerprint(tied=True)}" / "model"
+    source = cache_root(os.environ) / "smoke" / f"sums-tied-{smoke.hash_settings(tied=True)}" / "model"
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_pretrained(source)
     for parameter in model.parameters():

@@ -26,7 +26,7 @@ from grpo_recipes.rewards.score import make_reward
 from grpo_recipes.rollouts import backends
 from grpo_recipes.rollouts.backends import Prompt, Sampling, make_rollouts, problem_seed
 from grpo_recipes.runs.rundir import finish_summary
-from grpo_recipes.stats import pass_table
+from grpo_recipes.stats import pass_at_k_table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trainers"))
 from tiny_training import train
@@ -39,7 +39,7 @@ ROWS = [{"problem": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b i
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a tiny trainer after training, with a model that knows some sums."""
     folder = tmp_path_factory.mktemp("trained")
-    smoke.make(folder / "smoke", phases=PHASES)
+    smoke.make_smoke_task(folder / "smoke", phases=PHASES)
     trainer, _ = train(folder, max_steps=1, max_completion_length=6)
     from transformers import AutoModelForCausalLM
 
@@ -85,7 +85,7 @@ def test_a_benchmark_is_sampled_scored_and_written(trainer: Any, run: Path) -> N
         scores = pure_accuracy_math(completions=texts, answer=[row["gold"]] * 4, answer_matching="strict")
         assert row["scores"] == scores, row
         assert len(row["completions"]) == len(row["lengths"]) == len(row["truncated"]) == 4
-    assert result.items() >= pass_table([row["scores"] for row in rows]).items()
+    assert result.items() >= pass_at_k_table([row["scores"] for row in rows]).items()
     assert 0 < result["pass@1"] < result["pass@2"] < result["pass@4"] < 1
     low, high = result["pass@1_ci"]
     assert low < result["pass@1"] < high

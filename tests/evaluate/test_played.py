@@ -19,7 +19,7 @@ from grpo_recipes.extensions.environments.rows import evaluation_episodes
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.rollouts.turns import Turn
 from grpo_recipes.runs.rundir import read_json
-from grpo_recipes.stats import pass_table
+from grpo_recipes.stats import pass_at_k_table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trainers"))
 from tiny_training import train
@@ -34,7 +34,7 @@ KEYS = {"environment_max_turns": 2, "environment_turn_length": 6, "environment_w
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a tiny trainer after training, with a model that knows some sums."""
     folder = tmp_path_factory.mktemp("trained")
-    smoke.make(folder / "smoke", phases=(smoke.Phase(100, 1, 0.0, 3e-3, 0.1),))
+    smoke.make_smoke_task(folder / "smoke", phases=(smoke.Phase(100, 1, 0.0, 3e-3, 0.1),))
     trainer, _ = train(folder, max_steps=1, max_completion_length=24)
     from transformers import AutoModelForCausalLM
 
@@ -76,7 +76,7 @@ def test_episodes_of_several_turns_are_played_and_solved(played: Any, tmp_path: 
     rewards = [reward for row in rows for reward in row["rewards"]]
     assert {0.0, 0.5} <= set(rewards) and result["mean_reward"] == pytest.approx(sum(rewards) / 24, abs=1e-6)
     assert [row["scores"] for row in rows] == [[float(reward >= 0.5) for reward in row["rewards"]] for row in rows]
-    assert result.items() >= pass_table([row["scores"] for row in rows]).items()
+    assert result.items() >= pass_at_k_table([row["scores"] for row in rows]).items()
     assert 0 < result["pass@1"] < result["pass@4"]
     for row in rows:
         for text, reward in zip(row["completions"], row["rewards"], strict=True):

@@ -12,14 +12,14 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 
 ONE_PG = torch.tensor([[1.0, 0.0]])
 
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(home() / "evidence"))
+    monkeypatch.syspath_prepend(str(find_code_root() / "evidence"))
     return importlib.import_module("tabular_maxent")
 
 

@@ -37,7 +37,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save the smoke model with random weights; training it would take a minute."""
     folder = tmp_path_factory.mktemp("tiny") / "model"
     tokenizer = smoke.build_tokenizer()
-    smoke._save(smoke.build_model(tokenizer), tokenizer, "float32", folder)
+    smoke._save_model(smoke.build_model(tokenizer), tokenizer, "float32", folder)
     return folder
 
 

@@ -21,7 +21,7 @@ from rotation import ROTATES
 
 from grpo_recipes.launch import run as launch_run
 from grpo_recipes.launch.processes import Child, Ending
-from grpo_recipes.paths import python_module
+from grpo_recipes.paths import module_command
 from grpo_recipes.plan.ports import find_listener
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process.tree import is_alive
@@ -353,7 +353,7 @@ def test_the_real_run_api_lives_as_long_as_its_trainers(
     atropos_run: FakeRunOf, port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("atroposlib")
-    run = atropos_run(argv=python_module("atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(port)))
+    run = atropos_run(argv=module_command("atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(port)))
     registration = {
         "wandb_group": "", "wandb_project": "", "batch_size": 32, "max_token_len": 64, "checkpoint_dir": "",
         "save_checkpoint_interval": 1, "starting_step": 3, "num_steps": 20,

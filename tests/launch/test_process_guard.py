@@ -15,7 +15,7 @@ from waiting import wait_for
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch.processes import Child
-from grpo_recipes.paths import python_module
+from grpo_recipes.paths import module_command
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.process.tree import is_alive
@@ -258,6 +258,6 @@ def test_accelerate_imports_nothing_from_the_working_folder_and_a_script_what_is
     script = tmp_path / "entry.py"
     script.write_text("import beside, json\nprint(beside.found, json.__name__)\n")
     flags = ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    argv = python_module("grpo_recipes.launch.accelerate", *flags, str(script))
+    argv = module_command("grpo_recipes.launch.accelerate", *flags, str(script))
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.splitlines()[-1:] == ["beside the script json"], done.stderr

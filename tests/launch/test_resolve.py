@@ -22,7 +22,7 @@ from grpo_recipes.launch.resolve import (
     resolve_run,
 )
 from grpo_recipes.launch.submission import Submission, freeze, frozen_environment
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
@@ -34,7 +34,7 @@ from grpo_recipes.runs.checkpoints import publish_checkpoint
 from grpo_recipes.runs.rundir import Run, find_run, read_json
 from grpo_recipes.slurm.client import read_slurm_job
 
-SMOKE = home() / "recipes/smoke/grpo.yaml"
+SMOKE = find_code_root() / "recipes/smoke/grpo.yaml"
 CPU = Resources("cpu", (), 2)
 THREE = Resources("cuda", ("0", "1", "2"), 8)
 
@@ -95,7 +95,7 @@ def test_an_entry_script_of_the_user_is_copied(folder, monkeypatch) -> None:
     repository = folder / "repository"
     for name in ("src", "requirements", "training.sh"):
         (repository / name).parent.mkdir(exist_ok=True)
-        (repository / name).symlink_to(home() / name)
+        (repository / name).symlink_to(find_code_root() / name)
     (repository / "mine.py").write_text("# an entry\n")
     monkeypatch.setenv("GRPO_HOME", str(repository))
     monkeypatch.setenv("TRAIN_ENTRYPOINT", "mine.py")
@@ -110,7 +110,7 @@ def test_its_start_reads_the_frozen_recipe_whatever_the_environment_says(monkeyp
     resolved, recipe = resolve_run(Options(resume=str(run.folder)), CPU)
     assert resolved is not None and resolved.folder == run.folder
     assert recipe["seed"] == 3 and recipe.entry == "src/grpo.py"
-    assert home() == run.folder / "code"
+    assert find_code_root() == run.folder / "code"
 
 
 def test_processes_import_the_frozen_code(monkeypatch) -> None:

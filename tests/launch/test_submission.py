@@ -11,14 +11,14 @@ import pytest
 from grpo_recipes import cli
 from grpo_recipes.cli.runs import OVERRIDES
 from grpo_recipes.launch import submission
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 from grpo_recipes.runs.rundir import describe_code_change, find_run, read_json
 from tests.plan.model_folders import SMALL, model_folder
 
-SMOKE = str(home() / "recipes/smoke/grpo.yaml")
-MATH = str(home() / "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml")
+SMOKE = str(find_code_root() / "recipes/smoke/grpo.yaml")
+MATH = str(find_code_root() / "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml")
 pytestmark = pytest.mark.skipif(environment_device() != "cpu", reason="the profile for nodes without GPUs is used")
 
 
@@ -98,7 +98,7 @@ def test_the_frozen_code_is_a_copy_that_the_run_holds_itself_to(folder, fake_sba
     run = find_run(Path("runs"), "last")
     code = run.folder / "code"
     copied = {str(path.relative_to(code)) for path in code.rglob("*.py")}
-    assert copied == {str(path.relative_to(home())) for path in (home() / "src").rglob("*.py")}
+    assert copied == {str(path.relative_to(find_code_root())) for path in (find_code_root() / "src").rglob("*.py")}
     assert (code / "training.sh").is_file() and (code / "requirements/cpu.txt").is_file()
     assert describe_code_change(run) is None  # against the repository
     monkeypatch.setenv("GRPO_CODE", str(code))

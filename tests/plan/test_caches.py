@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.commands import base_environment, run_environment
 from grpo_recipes.process.scratch import Scratch
 
@@ -29,7 +29,7 @@ def added(tmp_path: Path, **environment: str) -> dict[str, str]:
 def test_downloads_go_under_one_folder(tmp_path, name):
     variables = added(tmp_path, CACHE_ROOT=str(tmp_path / "cache"))
     assert Path(variables[name]) == tmp_path / "cache" / UNDER_CACHE_ROOT[name]
-    assert Path(added(tmp_path)[name]).is_relative_to(home() / ".cache")
+    assert Path(added(tmp_path)[name]).is_relative_to(find_code_root() / ".cache")
 
 
 @pytest.mark.parametrize("name", sorted(ON_THE_NODE | IN_THE_RUN))
@@ -82,6 +82,6 @@ def test_the_hubs_own_caches_follow_hf_home(tmp_path):
 
 
 def test_git_keeps_out_what_runs_leave_behind():
-    ignored = (home() / ".gitignore").read_text().splitlines()
+    ignored = (find_code_root() / ".gitignore").read_text().splitlines()
     assert {".cache/", ".tmp/", ".hf_cache/", "/runs/", "/logs/*", "!/logs/.gitkeep", "/wandb/"} <= set(ignored)
-    assert (home() / "logs" / ".gitkeep").is_file(), "Slurm opens logs/slurm_%j.out before the script runs"
+    assert (find_code_root() / "logs" / ".gitkeep").is_file(), "Slurm opens logs/slurm_%j.out before the script runs"

@@ -14,7 +14,7 @@ from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
-from grpo_recipes.secrets import masked_environment
+from grpo_recipes.secrets import mask_environment
 
 REMOVED = [
     "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "PMI_SIZE", "PMIX_RANK",
@@ -66,7 +66,7 @@ def test_every_process_knows_its_run_and_its_node_local_folders(tmp_path):
     assert added["HF_HOME"] == "/cache/huggingface"
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR"):
         assert added[name].startswith(str(scratch.disk))
-    assert masked_environment(added) == added, "nothing secret is added"
+    assert mask_environment(added) == added, "nothing secret is added"
 
 
 @pytest.mark.parametrize("name", ["HF_HOME", "WANDB_DIR", "TRITON_CACHE_DIR", "TENSORBOARD_LOGGING_DIR"])

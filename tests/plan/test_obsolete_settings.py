@@ -6,7 +6,7 @@ import pytest
 
 from grpo_recipes.plan.commands import run_environment, server_environment
 from grpo_recipes.process.scratch import Scratch
-from grpo_recipes.secrets import MASK, masked_environment
+from grpo_recipes.secrets import MASK, mask_environment
 
 FLAGS = ["--swap-space", "--disable-log-requests"]
 VARIABLES = [
@@ -32,4 +32,4 @@ def test_usage_statistics_are_off(device):
 
 
 def test_a_token_under_its_old_name_is_masked():
-    assert masked_environment({"HUGGING_FACE_HUB_TOKEN": "anything"}) == {"HUGGING_FACE_HUB_TOKEN": MASK}
+    assert mask_environment({"HUGGING_FACE_HUB_TOKEN": "anything"}) == {"HUGGING_FACE_HUB_TOKEN": MASK}

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 from run_folders import small_disk
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan import preflight
 from grpo_recipes.plan.preflight import find_driver_problem, find_shortages, node_problems, parse_slurm_bytes
 
 __all__ = ["small_disk"]
-SMOKE = str(home() / "recipes/smoke/grpo.yaml")
+SMOKE = str(find_code_root() / "recipes/smoke/grpo.yaml")
 
 
 @pytest.mark.parametrize(

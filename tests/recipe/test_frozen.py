@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.recipe import read_frozen, read_recipe
 
-RECIPES = [path for path in sorted((home() / "recipes").rglob("*.yaml")) if "base" not in path.parts]
+RECIPES = [path for path in sorted((find_code_root() / "recipes").rglob("*.yaml")) if "base" not in path.parts]
 
 
 @pytest.mark.parametrize("flags", [(), ("--logging_steps", "1")])

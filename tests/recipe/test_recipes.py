@@ -13,7 +13,7 @@ import yaml
 from grpo_recipes import cli
 from grpo_recipes.extensions.environments.episode import play_turns
 from grpo_recipes.extensions.environments.recipe import environments_of
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names
@@ -26,8 +26,8 @@ MODELS = {
     "Qwen2.5-0.5B-Instruct", "Qwen2.5-1.5B-Instruct", "Qwen2.5-3B-Instruct", "Qwen2.5-7B-Instruct", "Qwen3-0.6B",
     "Qwen3-4B", "Llama-3.1-8B-Instruct",
 }  # fmt: skip
-MATH = sorted((home() / "recipes").glob("*/grpo/config_math.yaml"))
-MAXENT = sorted((home() / "recipes").glob("*/maxent/config_math*.yaml"))
+MATH = sorted((find_code_root() / "recipes").glob("*/grpo/config_math.yaml"))
+MAXENT = sorted((find_code_root() / "recipes").glob("*/maxent/config_math*.yaml"))
 GPUS = (2, 4, 7, 8)
 
 
@@ -54,7 +54,7 @@ def test_there_is_one_for_each_model_and_objective() -> None:
 
 
 def test_the_smoke_task_of_maxent_is_that_of_grpo() -> None:
-    grpo, maxent = (read_recipe(home() / "recipes/smoke" / name) for name in ("grpo.yaml", "maxent.yaml"))
+    grpo, maxent = (read_recipe(find_code_root() / "recipes/smoke" / name) for name in ("grpo.yaml", "maxent.yaml"))
     assert maxent["maxent_objective"] == "listwise"
     assert {key for key in catalogue() if maxent[key] != grpo[key]} <= {"maxent_objective", "run_name"}
 
@@ -71,7 +71,7 @@ def test_the_same_batch_on_every_number_of_gpus(path: Path, tmp_path: Path, caps
         resources = Resources("cuda", tuple(map(str, range(count))), 8)
         plan = make_plan(recipe, resources, {"CACHE_ROOT": str(tmp_path)}, names)
         assert plan.batch.world_size == count - 1 and plan.unused_gpus == ()
-        assert plan.task == path.parent.name and (home() / plan.entry).is_file()
+        assert plan.task == path.parent.name and (find_code_root() / plan.entry).is_file()
         batches.append(plan.batch)
     for nodes in (2, 4):
         assert cli.main(["plan", str(path), "--gpus", "8", "--nodes", str(nodes), "--json"]) == 0
@@ -102,7 +102,7 @@ def test_a_copied_recipe_still_finds_its_base(tmp_path: Path) -> None:
     copied = tmp_path / "mine.yaml"
     shutil.copy(MATH[0], copied)
     assert read_recipe(copied)["prompts_per_step"] == 105
-    assert read_recipe(copied).source("prompts_per_step").startswith(f"{home()}/recipes/base/math.yaml:")
+    assert read_recipe(copied).source("prompts_per_step").startswith(f"{find_code_root()}/recipes/base/math.yaml:")
 
 
 def test_batches_on_several_nodes_need_the_gpus_of_a_node(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +116,9 @@ def test_batches_on_several_nodes_need_the_gpus_of_a_node(capsys: pytest.Capture
 
 @pytest.mark.slow
 @pytest.mark.rotating
-@pytest.mark.parametrize("path", sorted((home() / "recipes/environments").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((find_code_root() / "recipes/environments").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_recipes_of_environments_are_right_and_play_what_they_name(path: Path, tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym")
     pytest.importorskip("verifiers")
@@ -135,9 +137,9 @@ def test_recipes_of_environments_are_right_and_play_what_they_name(path: Path, t
 
 def test_recipes_of_atropos_train_the_models_of_those_with_datasets_on_groups(tmp_path: Path) -> None:
     pytest.importorskip("atroposlib")
-    smoke, gsm8k = (read_recipe(home() / f"recipes/atropos/{name}.yaml") for name in ("smoke", "gsm8k"))
+    smoke, gsm8k = (read_recipe(find_code_root() / f"recipes/atropos/{name}.yaml") for name in ("smoke", "gsm8k"))
     assert check(smoke, {}) == check(gsm8k, {}) == []
-    alike = read_recipe(home() / "recipes/smoke/grpo.yaml")
+    alike = read_recipe(find_code_root() / "recipes/smoke/grpo.yaml")
     differing = {key for key in catalogue() if smoke[key] != alike[key]}
     assert differing == {"run_name", "dataset_name", "atropos_environment", "reward_funcs"}, "else it is the same task"
     batches = []

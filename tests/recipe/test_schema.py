@@ -11,13 +11,13 @@ import jsonschema
 import pytest
 import yaml
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.recipe.keys import catalogue, schema_file, schema_line, schema_note
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from make_keys import schema
 
-RECIPES = sorted((home() / "recipes").rglob("*.yaml"))
+RECIPES = sorted((find_code_root() / "recipes").rglob("*.yaml"))
 # Faults that an editor marks while they are typed.
 SEEN_BY_EDITORS = [
     "unknown_key", "unknown_nested_key", "unknown_key_of_mixture", "unknown_checkpointing_key", "obsolete_torch_dtype",

@@ -11,7 +11,7 @@ import pytest
 from grpo_recipes import cli
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch.attempt import Attempt, print_start
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.devices import Resources, environment_device
 from grpo_recipes.plan.plan import format_plan
 from grpo_recipes.plan.types import Names
@@ -24,7 +24,7 @@ from grpo_recipes.recipe.tasks import RequestedTask, requested_task, same_task, 
 from grpo_recipes.runs.rundir import new_run, write_json
 
 GRPO, MAXENT = RequestedTask("grpo", "--task"), RequestedTask("maxent", "MAXENT")
-SMOKE = home() / "recipes/smoke"
+SMOKE = find_code_root() / "recipes/smoke"
 on_cpu = pytest.mark.skipif(environment_device() != "cpu", reason="needs a CPU environment")
 
 
@@ -55,7 +55,7 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ),
         ({"TRAIN_ENTRYPOINT": "./src//grpo.py"}, None, RequestedTask("grpo", "TRAIN_ENTRYPOINT", "src/grpo.py")),
         (
-            {"TRAIN_ENTRYPOINT": str(home() / "src/maxent-grpo.py")},
+            {"TRAIN_ENTRYPOINT": str(find_code_root() / "src/maxent-grpo.py")},
             None,
             RequestedTask("maxent", "TRAIN_ENTRYPOINT", "src/maxent-grpo.py"),
         ),
@@ -145,7 +145,7 @@ def test_maxent_replaces_the_loss_of_a_grpo_recipe_and_notes_it(read: Callable[.
     assert [problem.where for problem in check(recipe, {})] == ["--loss_type"]
 
 
-SHIPPED = sorted(path for path in home().glob("recipes/**/*.yaml") if path.parent.name != "base")
+SHIPPED = sorted(path for path in find_code_root().glob("recipes/**/*.yaml") if path.parent.name != "base")
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: "-".join(path.parts[-3:]))

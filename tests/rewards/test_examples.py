@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 from fake_judge import FakeJudge
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import Score
 
 pytestmark = pytest.mark.alone
-EXAMPLES = home() / "recipes/examples"
+EXAMPLES = find_code_root() / "recipes/examples"
 JUDGE, NEAR = f"{EXAMPLES}/judge.py:graded", f"{EXAMPLES}/rule_reward.py:near"
 VARIABLES = ("JUDGE_URL", "JUDGE_MODEL", "JUDGE_KEY")
 
@@ -42,7 +42,7 @@ def grade(pool: RewardPool, *replies: str) -> list[Score]:
 
 @pytest.mark.parametrize("name", ["rule_reward.py", "judge.py", "rule.yaml", "judge.yaml"])
 def test_the_page_shows_the_files_that_users_copy(name: str) -> None:
-    page = (home() / "docs/rewards.md").read_text()
+    page = (find_code_root() / "docs/rewards.md").read_text()
     lines = (EXAMPLES / name).read_text().partition("import os" if name == "judge.py" else "\n\n")
     shown = "".join(lines[1:]) if name.endswith(".py") else lines[0].split("run_name: ")[1].partition("\n")[2]
     assert shown.strip() in page

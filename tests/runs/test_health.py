@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.runs import health
 from grpo_recipes.runs.health import _RULES, ENOUGH_STEPS, ENOUGH_STEPS_AT_END, Health, Notice, find_notices
@@ -118,7 +118,10 @@ def test_every_rule_has_a_case() -> None:
 
 def test_the_docs_name_each_rule_its_limit_and_whether_it_is_said_again_in_the_end() -> None:
     page = (
-        (home() / "docs/troubleshooting.md").read_text().partition("## Runs that do not learn")[2].partition("\n## ")[0]
+        (find_code_root() / "docs/troubleshooting.md")
+        .read_text()
+        .partition("## Runs that do not learn")[2]
+        .partition("\n## ")[0]
     )
     for rule in _RULES:
         assert page.count(f"\n| **{rule.name}** |" if rule.serious else f"\n| {rule.name} |") == 1, rule.name

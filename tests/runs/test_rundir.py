@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.runs import code_version
 from grpo_recipes.runs.rundir import (
@@ -55,7 +55,7 @@ def test_a_new_run_has_a_private_folder_and_an_identity(tmp_path):
     assert identity["job"] is None and identity["pid"] == os.getpid()
     assert re.fullmatch(r"[0-9a-f]{8}", identity["wandb_id"])
     assert {"torch", "trl", "transformers"} <= set(identity["versions"])
-    if (home() / ".git").exists():
+    if (find_code_root() / ".git").exists():
         assert re.fullmatch(r"[0-9a-f]{40}", identity["code"]["commit"])
     assert (run.folder / "code.patch").exists()
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.slurm.client import parse_walltime
 from grpo_recipes.slurm.profile import KEYS, Profile, read_profile
 
-SHIPPED = sorted((home() / "slurm/profiles").glob("*.yaml"))
+SHIPPED = sorted((find_code_root() / "slurm/profiles").glob("*.yaml"))
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -101,7 +101,7 @@ def test_other_times_are_none(text: str) -> None:
 
 
 def test_the_profile_to_copy_names_every_key_that_asks_slurm_or_prepares_a_node() -> None:
-    text = (home() / "slurm/profiles/generic.yaml").read_text()
+    text = (find_code_root() / "slurm/profiles/generic.yaml").read_text()
     assert [key for key in KEYS if f"{key}:" not in text] == ["job_name", "srun_options"]
 
 
@@ -111,6 +111,6 @@ def test_a_path_may_hold_the_word_key(tmp_path: Path) -> None:
 
 def test_no_shipped_profile_loads_a_cuda_of_its_own():
     """torch includes the CUDA version of the lock. A module's libraries would be loaded before it."""
-    for path in (home() / "slurm/profiles").glob("*.yaml"):
+    for path in (find_code_root() / "slurm/profiles").glob("*.yaml"):
         assert not [name for name in read_profile(path).modules if name.startswith("cuda")], path.name
         assert "cuda/" not in path.read_text(), path.name

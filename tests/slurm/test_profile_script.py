@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.slurm.profile import KEYS, Profile, read_profile, render_script
 
 # The header of the training guide, unchanged.
@@ -74,7 +74,7 @@ def accepted(script: str, tmp_path: Path) -> None:
 
 
 def test_mltheory_gives_the_header_of_the_guide_line_by_line() -> None:
-    profile = read_profile(home() / "slurm/profiles/mltheory.yaml")
+    profile = read_profile(find_code_root() / "slurm/profiles/mltheory.yaml")
     script = render_script(profile, str(profile.job_name), ["true"], {})
     assert script.removeprefix("#!/bin/bash\n").startswith(GUIDE)
     added_lines = [line for line in script.splitlines() if line.startswith("#SBATCH")][len(GUIDE.splitlines()) :]
@@ -86,7 +86,9 @@ def test_mltheory_gives_the_header_of_the_guide_line_by_line() -> None:
     ]
 
 
-@pytest.mark.parametrize("path", sorted((home() / "slurm/profiles").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((find_code_root() / "slurm/profiles").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_the_shell_accepts_the_scripts_of_shipped_profiles(path: Path, tmp_path: Path) -> None:
     accepted(rendered(read_profile(path)), tmp_path)
 

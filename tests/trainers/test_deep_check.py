@@ -27,7 +27,7 @@ SMOKE = {
 def sums(read: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Recipe]:
     """``sums(KEY=VALUE, ...)``: a recipe on a local file of sums, with keys changed."""
     data = tmp_path / "sums.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in smoke.split()[0]))
+    data.write_text("".join(json.dumps(row) + "\n" for row in smoke.split_sums()[0]))
     return lambda **changes: read(**{**SMOKE, "dataset_name": str(data), **changes})
 
 
@@ -184,7 +184,7 @@ def test_answers_may_end_with_a_token_of_the_generation_config(sums, tmp_path):
 @pytest.mark.rotating
 def test_a_deep_check_prints_no_warning_of_a_library(tmp_path):
     """M7: vLLM warned about Triton in every --deep on a machine without a GPU."""
-    rows = "".join(json.dumps(row) + "\n" for row in smoke.split()[0])
+    rows = "".join(json.dumps(row) + "\n" for row in smoke.split_sums()[0])
     (tmp_path / "sums.jsonl").write_text(rows)
     keys = "model_name_or_path: smoke:sums\ndataset_name: sums.jsonl\ndtype: float32\nmax_completion_length: 8\n"
     (tmp_path / "a.yaml").write_text(f"{keys}reward_funcs: [pure_accuracy_math]\nreport_to: none\n")

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from grpo_recipes.extensions.offline import iterations
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.trainers.metrics import to_json_number
 
 from .tiny_training import train
@@ -76,7 +76,7 @@ def test_the_policy_gradient_term_is_the_loss_of_a_run_without_the_others(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
 ) -> None:
     """S9: at the first step both runs have the same weights and completions, so the terms are equal."""
-    base = yaml.safe_load((home() / "recipes/base/offline_grpo.yaml").read_text())
+    base = yaml.safe_load((find_code_root() / "recipes/base/offline_grpo.yaml").read_text())
     run_keys = {"max_steps": 4, "loss_type": base["loss_type"], **keys}
     trained(tmp_path / "both", model, monkeypatch, **run_keys)
     trained(tmp_path / "alone", model, monkeypatch, **run_keys, beta=0.0, entropy_coef=0.0)
@@ -104,7 +104,7 @@ def test_without_advantages_the_loss_is_its_other_terms(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, keys: dict[str, int]
 ) -> None:
     """With the base recipe's loss, the remaining loss_pg is zero for completions of any length."""
-    base = yaml.safe_load((home() / "recipes/base/offline_grpo.yaml").read_text())
+    base = yaml.safe_load((find_code_root() / "recipes/base/offline_grpo.yaml").read_text())
     monkeypatch.setattr(iterations, "run_folder", lambda: tmp_path / "run")
     run_keys = KEYS | {"ref_model_name_or_path": model, "loss_type": base["loss_type"], "learning_rate": 0.05} | keys
     train(tmp_path / "run", same_for_all, (iterations.Iterations(),), **run_keys | {"max_completion_length": 8})

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TextIO
 
-from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error, translate
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error, translate_errors
 from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
@@ -317,6 +317,6 @@ def _options(arguments: list[str]) -> argparse.Namespace:
             raise config_error(flag.partition("=")[0], problem, f"use {meant}" if meant else f"see grpo {name} --help")
     options.recipe, options.flags = recipe, flags
     error = config_error(".", "the working folder does not exist anymore", "cd to an existing folder")
-    with translate(OSError, lambda _: error):
+    with translate_errors(OSError, lambda _: error):
         os.getcwd()
     return options

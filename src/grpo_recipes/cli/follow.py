@@ -21,7 +21,7 @@ from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.attempt import SUBMITTED
 from grpo_recipes.launch.resolve import POINTERS
-from grpo_recipes.paths import display_path, is_locked, newest_first, shell_path
+from grpo_recipes.paths import display_path, is_locked, shell_path, sort_newest_first
 from grpo_recipes.process.reports import align_columns
 from grpo_recipes.process.terminal import LOG, strip_control_codes
 from grpo_recipes.recipe.extensions import merged
@@ -37,7 +37,7 @@ from grpo_recipes.runs.progress import (
     format_seconds_since,
 )
 from grpo_recipes.runs.rundir import Run
-from grpo_recipes.secrets import masked
+from grpo_recipes.secrets import mask_secrets
 from grpo_recipes.slurm.client import NO_ANSWER, Job, cancel_job, find_job, list_my_jobs
 
 RUN_HELP = "Run directory, name of a run in RUN_ROOT, last for the newest run, or id of a Slurm job"
@@ -89,7 +89,7 @@ def _folder_of_job(job_id: str) -> Path:
     Raise ConfigError if no run of the job is found, or if the job is an array of several runs.
     """
     pointers = [path for path in (run_root(os.environ) / POINTERS).glob(f"*-{job_id}") if path.is_file()]
-    for pointer in newest_first(pointers):
+    for pointer in sort_newest_first(pointers):
         folder = Path(pointer.read_text().strip())
         if os.path.isfile(folder / "run.json"):
             return folder
@@ -290,7 +290,7 @@ def active_runs(target: Target) -> list[Run | BareJob]:
     if isinstance(target, Run):
         return [Run(target.folder)]
     trials = [Run(target.trial_dir(index)) for index in range(len(target.names))]
-    newest_log = newest_first(run.folder / LOG for run in trials)[:1]
+    newest_log = sort_newest_first(run.folder / LOG for run in trials)[:1]
     return [run for run in trials if run.is_running()] or [Run(path.parent) for path in newest_log]
 
 
@@ -325,7 +325,7 @@ class LogFollower:
             content = content[:end] if run.is_running() and (end or len(content) < _MOST_BYTES) else content
             self._offsets[path] = start + len(content)
             content = content[content.find(b"\n") + 1 :] if start and offset is None else content
-            lines = strip_control_codes(masked(content.decode(errors="replace"))).splitlines(keepends=True)
+            lines = strip_control_codes(mask_secrets(content.decode(errors="replace"))).splitlines(keepends=True)
             if offset is None:
                 lines = lines[max(0, len(lines) - self._lines) :]
             if lines and path != self._last_path:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Generic, TypeVar, cast
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.paths import display_path, home
+from grpo_recipes.paths import display_path, find_code_root
 from grpo_recipes.process.terminal import strip_control_codes
-from grpo_recipes.secrets import masked
+from grpo_recipes.secrets import mask_secrets
 from grpo_recipes.slurm.client import NO_ANSWER, Job, find_job
 
 T = TypeVar("T")
@@ -142,7 +142,7 @@ def _logs_of(job_id: str, job: Job | None) -> dict[str, Path]:
     logs = {}
     for suffix in ("out", "err"):
         path = getattr(job, suffix, None)
-        paths = [path] if path else [folder / f"logs/slurm_{job_id}.{suffix}" for folder in (Path(), home())]
+        paths = [path] if path else [folder / f"logs/slurm_{job_id}.{suffix}" for folder in (Path(), find_code_root())]
         if existing := next((path for path in paths if path.is_file()), None):
             logs[f"slurm.{suffix}"] = existing
     return logs
@@ -152,5 +152,5 @@ def _last_lines(path: Path) -> list[str]:
     """Return the last nonempty lines of a log, with secrets masked."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        text = strip_control_codes(masked(file.read().decode(errors="replace")))
+        text = strip_control_codes(mask_secrets(file.read().decode(errors="replace")))
     return [line.strip() for line in text.splitlines() if line.strip()]

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from grpo_recipes.cli import chosen_recipe, command, option, recipe_name, switch
-from grpo_recipes.errors import collect, config_error
+from grpo_recipes.errors import collect_results, config_error
 from grpo_recipes.fetch.assets import Asset, find_record, list_hub_assets, list_local_assets
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, explain_unreachable_hub, hub_answers, limit_every_wait
 from grpo_recipes.paths import display_path
@@ -46,7 +46,9 @@ def fetch(options: argparse.Namespace) -> int:
     try:
         rows = [_local_row(asset) for asset in list_local_assets(recipe, os.environ)]
         online = bool(assets) and hub_answers(os.environ)
-        rows += collect(assets, lambda asset: _hub_row(asset, find_record(asset, os.environ), online, options.update))
+        rows += collect_results(
+            assets, lambda asset: _hub_row(asset, find_record(asset, os.environ), online, options.update)
+        )
     except KeyboardInterrupt:
         print(INTERRUPTED, file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.cli import chosen_recipe, command, option, switch
-from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error, printable, translate
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error, mask_and_escape, translate_errors
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.fetch.hub import describe_gated_model
 from grpo_recipes.launch.resolve import names_of
@@ -76,7 +76,7 @@ def new(options: argparse.Namespace) -> int:
         return config_error(options.file, problem, "use a file in your own folder")
 
     path = Path(options.file)
-    with translate((OSError, ValueError), unwritable):
+    with translate_errors((OSError, ValueError), unwritable):
         path.resolve()  # raises ValueError for a NUL in the name
     source = choose_recipe(options.source, {}, GRPO, "cpu") if options.source else None
     if source and source.suffix in (".py", ".sh"):
@@ -88,12 +88,12 @@ def new(options: argparse.Namespace) -> int:
     for file in files:
         if os.path.lexists(file):
             raise config_error(str(file), "already exists", "use another name")
-    with translate((OSError, ValueError), unwritable):
+    with translate_errors((OSError, ValueError), unwritable):
         for file, content in files.items():
             file.write_text(content, encoding="utf-8")
     if translation:
         print(*translation.report(), sep="\n")
-    print(f"grpo: wrote {printable(display_path(path))}; next: grpo check {shell_path(path)}")
+    print(f"grpo: wrote {mask_and_escape(display_path(path))}; next: grpo check {shell_path(path)}")
     return 0
 
 
@@ -199,7 +199,7 @@ def check(options: argparse.Namespace) -> int:
             optional_notes += find_notes(recipe)
         report |= {"recipe": str(recipe.path), "notes": [*notes(recipe), *filter(None, optional_notes)]}
         if not options.json:
-            print(*(f"grpo: note: {printable(note)}\n" for note in report["notes"]), sep="", end="")
+            print(*(f"grpo: note: {mask_and_escape(note)}\n" for note in report["notes"]), sep="", end="")
         if options.deep:
             # Set these before the import, because the hub's clients read them once.
             os.environ.update(hub_environment(os.environ))
@@ -210,7 +210,7 @@ def check(options: argparse.Namespace) -> int:
 
             report["deep"] = check_deeply(recipe, os.environ)
     if not options.json:
-        print(*report["deep"], f"grpo: {printable(display_path(report['recipe']))} is valid", sep="\n")
+        print(*report["deep"], f"grpo: {mask_and_escape(display_path(report['recipe']))} is valid", sep="\n")
     return 0 if report["ok"] else EXIT_CONFIG_ERROR
 
 
@@ -263,7 +263,7 @@ def check_rewards(options: argparse.Namespace) -> int:
         if problems := find_problems(recipe, rows, results):
             raise ConfigError(*problems)
     if not options.json:
-        recipe_path = printable(display_path(report["recipe"]))
+        recipe_path = mask_and_escape(display_path(report["recipe"]))
         print(f"grpo: the rewards of {recipe_path} distinguish correct from incorrect answers on {report['rows']} rows")
     return 0 if report["ok"] else EXIT_CONFIG_ERROR
 

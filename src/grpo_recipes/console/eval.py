@@ -38,7 +38,7 @@ from grpo_recipes.console.generate import (
     report_failures,
     require_dataset,
 )
-from grpo_recipes.errors import ConfigError, Problem, config_error, translate
+from grpo_recipes.errors import ConfigError, Problem, config_error, translate_errors
 from grpo_recipes.fetch.assets import find_assets, find_fetched_datasets, fingerprint
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.serve import ServerFailed, serving
@@ -122,7 +122,7 @@ def eval(options: argparse.Namespace) -> int:
             *(replace(problem, where=names.get(problem.where, problem.where)) for problem in error.problems)
         )
 
-    with translate(ConfigError, with_options):
+    with translate_errors(ConfigError, with_options):
         return _evaluate(options)
 
 

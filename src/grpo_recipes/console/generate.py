@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.cli import chosen_recipe, command, option, switch
-from grpo_recipes.errors import ConfigError, Problem, config_error, translate
+from grpo_recipes.errors import ConfigError, Problem, config_error, translate_errors
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.paths import display_path
@@ -163,7 +163,7 @@ def connect_to_server(url: str, backend: str, model: str | None, wait: float, **
         )
 
     key = os.environ.get(KEY_VARIABLE)
-    with translate(ConfigError, with_flags):
+    with translate_errors(ConfigError, with_flags):
         client = CompletionClient(url, backend, model, key, say=say, **limits)
         client.ready(wait)
     return client
@@ -216,7 +216,7 @@ def load_tokenizer(recipe: Recipe, name: str) -> Any:
         return config_error(recipe.location("model_name_or_path"), message, "use a model with tokenizer files")
 
     revision = "main" if os.path.isdir(name) else recipe["model_revision"]
-    with translate((OSError, ValueError), load_error):
+    with translate_errors((OSError, ValueError), load_error):
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=recipe["trust_remote_code"])
 
 

@@ -35,7 +35,7 @@ from grpo_recipes.data.problems import (
     make_problems,
     select_rows,
 )
-from grpo_recipes.errors import ConfigError, config_error, translate
+from grpo_recipes.errors import ConfigError, config_error, translate_errors
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.generated import GeneratedData, generated
 from grpo_recipes.recipe.rendering import missing_fix, missing_message, rendering_notes
@@ -90,7 +90,7 @@ class Renderer:
         """Return the template's result for one or several prompts. Raise ConfigError if it fails."""
         fix = "write a chat_template that can, or remove the part that it cannot render (a system prompt, a role)"
         problem = "the template cannot render a prompt"
-        with translate(TemplateError, lambda error: config_error("chat_template", f"{problem}: {error}", fix)):
+        with translate_errors(TemplateError, lambda error: config_error("chat_template", f"{problem}: {error}", fix)):
             return self.tokenizer.apply_chat_template(
                 prompts, add_generation_prompt=True, **options, **self.template_kwargs
             )

@@ -40,8 +40,8 @@ from grpo_recipes.rewards.score import RewardWrapper, make_reward
 from grpo_recipes.rollouts.backends import Prompt, Sampling, Tokens, collect_sampling_keys, problem_seed
 from grpo_recipes.rollouts.source import SamplingTrainer
 from grpo_recipes.runs.rundir import read_json, write_json
-from grpo_recipes.secrets import masked
-from grpo_recipes.stats import pass_table
+from grpo_recipes.secrets import mask_secrets
+from grpo_recipes.stats import pass_at_k_table
 
 CHUNK = 256  # completions between two checks of the stop request; also limits how long other ranks wait
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -280,7 +280,7 @@ class Runner:
             except Exception as error:  # the other ranks wait, and other benchmarks may still run
                 text = f"{type(error).__name__}: {error}"
                 reason = str(error.problems[0]) if isinstance(error, ConfigError) else text
-                outcome[1] = masked(" ".join(reason.split()))
+                outcome[1] = mask_secrets(" ".join(reason.split()))
         broadcast_object_list(outcome, from_process=0)
         if outcome[1] is not None:
             raise BenchmarkFailed(outcome[1])
@@ -323,7 +323,7 @@ class Runner:
             }  # fmt: skip
             if scoring:
                 row[scoring.column] = [scoring.judge(extract_final_text(text), problem.gold) for text in answers]
-            chunk_rows.append({**row, "completions": [masked(answer) for answer in answers]})
+            chunk_rows.append({**row, "completions": [mask_secrets(answer) for answer in answers]})
         self.add_rows(name, chunk_rows, rows)
 
     def add_rows(self, name: str, new_rows: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
@@ -344,7 +344,7 @@ class Runner:
         """
         scores, golds = [row["scores"] for row in rows], [row["gold"] for row in rows]
         lengths, truncated = ([value for row in rows for value in row[key]] for key in ("lengths", "truncated"))
-        result: dict[str, Any] = pass_table(scores)
+        result: dict[str, Any] = pass_at_k_table(scores)
         scoring = _find_scoring(name)
         if scoring:
             result |= scoring.scores([row[scoring.column] for row in rows], golds)

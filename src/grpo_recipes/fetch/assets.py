@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, explain_unreachable_hub, hub_answers
-from grpo_recipes.paths import cache_root, python_module, shell_quote
+from grpo_recipes.paths import cache_root, module_command, shell_quote
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.datafiles import BUILDERS
@@ -259,7 +259,7 @@ def ensure_assets(
             *(Problem(asset.where, f"{asset} is not on this machine and {reason}", fix) for asset in assets.missing)
         )
     print(f"grpo: missing: {', '.join(map(str, assets.missing))}; running {command}", flush=True)
-    argv = python_module("grpo_recipes", "fetch", *arguments)
+    argv = module_command("grpo_recipes", "fetch", *arguments)
     end_with_us = functools.partial(die_with_parent, os.getpid())
     code = subprocess.run(argv, env=dict(environment), preexec_fn=end_with_us, check=False).returncode
     if code == EXIT_INTERRUPTED:

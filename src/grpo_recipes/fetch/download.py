@@ -22,7 +22,7 @@ import datasets
 import httpx
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 
-from grpo_recipes.errors import ConfigError, config_error, translate
+from grpo_recipes.errors import ConfigError, config_error, translate_errors
 from grpo_recipes.fetch.assets import MODEL, Asset, get_dataset_folder, get_record_path, write_record
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, INTERRUPTED, explain_access, format_error_line
 from grpo_recipes.paths import nearest_existing_folder
@@ -72,7 +72,7 @@ _FAILURES = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsErro
 
 def read_hub_commit(asset: Asset) -> str:
     """Request the current commit of an asset's revision from the hub. Raise ConfigError if that fails."""
-    with translate(_FAILURES, lambda error: _describe_hub_error(error, asset)):
+    with translate_errors(_FAILURES, lambda error: _describe_hub_error(error, asset)):
         return str(_repository_info(asset).sha)
 
 
@@ -82,7 +82,7 @@ def fetch(asset: Asset, environment: Mapping[str, str]) -> Asset:
     A model's files go to the hub client's cache. A dataset goes to ``<CACHE_ROOT>/datasets``, complete or not at all.
     Raise ConfigError if it does not exist, may not be read or does not fit, or if the hub does not answer.
     """
-    with translate(_FAILURES, lambda error: _describe_hub_error(error, asset)):
+    with translate_errors(_FAILURES, lambda error: _describe_hub_error(error, asset)):
         fetched = _fetch_model(asset) if asset.kind == MODEL else _fetch_dataset(asset, environment)
         write_record(fetched, environment)
         return fetched

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_recipes.process.reports import can_reach
-from grpo_recipes.secrets import masked
+from grpo_recipes.secrets import mask_secrets
 
 HUB = "https://huggingface.co"
 EXIT_INTERRUPTED = 130
@@ -42,7 +42,7 @@ def explain_unreachable_hub(environment: Mapping[str, str]) -> str:
 
 def format_error_line(error: Exception) -> str:
     """Return an error's message as one line with masked secrets."""
-    return masked(" ".join(str(error).split())[:300]).rstrip(".") or type(error).__name__
+    return mask_secrets(" ".join(str(error).split())[:300]).rstrip(".") or type(error).__name__
 
 
 def limit_every_wait(seconds: float) -> None:

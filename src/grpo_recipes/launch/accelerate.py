@@ -11,7 +11,7 @@ the only code in this process.
 import socket
 from typing import Any
 
-from grpo_recipes.attributes import replaced
+from grpo_recipes.attributes import replace_attributes
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
             options["master_listen_fd"] = socket.create_server((host, port)).detach()
         return TCPStore(host, port, world_size, is_master, *args, **options)
 
-    with replaced(static_tcp_rendezvous, TCPStore=bound_store):
+    with replace_attributes(static_tcp_rendezvous, TCPStore=bound_store):
         launch()
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from grpo_recipes.errors import EXIT_STOPPED, config_error, translate
+from grpo_recipes.errors import EXIT_STOPPED, config_error, translate_errors
 from grpo_recipes.launch.hooks import AllHooks
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Ending, tail
@@ -38,7 +38,7 @@ from grpo_recipes.runs.health import describe_means, find_notices
 from grpo_recipes.runs.progress import format_unusual_totals
 from grpo_recipes.runs.rundir import NO_REQUEUE, Run, load_json_mapping, read_json, write_json
 from grpo_recipes.slurm.client import SlurmJob, requeue_job
-from grpo_recipes.stats import result_line
+from grpo_recipes.stats import format_result
 
 SUBMITTED = "submitted"  # status of a run that no launch has started yet
 # A job is not requeued after this many attempts in a row without a newer checkpoint. The first limit only counts
@@ -156,7 +156,7 @@ def create_log(name: str) -> str:
     """
     path = Path(name)
     fix = "set LOGDIR to a folder that you can write to"
-    with translate(OSError, lambda error: config_error(name, f"cannot create this log ({error.strerror})", fix)):
+    with translate_errors(OSError, lambda error: config_error(name, f"cannot create this log ({error.strerror})", fix)):
         path.parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(2):
         with contextlib.suppress(FileExistsError):
@@ -316,7 +316,7 @@ def _print_results(attempt: Attempt, benchmarks: Mapping[str, Any], is_over: boo
         if notice.serious:
             say(f"note: {notice}")
     for name, result in benchmarks.items():
-        say(f"benchmark {name}: {result_line(result)}")
+        say(f"benchmark {name}: {format_result(result)}")
     if shares := format_unusual_totals(rows):
         say(f"over all steps: {shares}")
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from grpo_recipes.errors import config_error, translate
-from grpo_recipes.paths import python_module
+from grpo_recipes.errors import config_error, translate_errors
+from grpo_recipes.paths import module_command
 from grpo_recipes.process.tree import OWN_CHILDREN
 from grpo_recipes.recipe.keys import SRUN_OPTIONS
 
@@ -127,7 +127,9 @@ def srun_command(count: int, environment: Mapping[str, str]) -> list[str]:
     The step overlaps with other steps, because a second srun would otherwise wait for the first. Raise ConfigError if
     the site's options for srun, which a variable contains, have an open quote.
     """
-    with translate(ValueError, lambda error: config_error(SRUN_OPTIONS, str(error), "close the quotes, or unset it")):
+    with translate_errors(
+        ValueError, lambda error: config_error(SRUN_OPTIONS, str(error), "close the quotes, or unset it")
+    ):
         site_options = shlex.split(environment.get(SRUN_OPTIONS, ""))
     cores = re.findall(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
     return [
@@ -137,5 +139,5 @@ def srun_command(count: int, environment: Mapping[str, str]) -> list[str]:
         "--export=ALL",  # a job submitted with --export=NONE would start the workers without an environment
         f"--chdir={os.getcwd()}",
         *site_options,
-        *python_module(WORKER_MODULE),
+        *module_command(WORKER_MODULE),
     ]  # fmt: skip

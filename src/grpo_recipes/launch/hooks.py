@@ -14,7 +14,7 @@ from pathlib import Path
 
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.extensions import parts
-from grpo_recipes.secrets import masked
+from grpo_recipes.secrets import mask_secrets
 
 
 class RunHooks:
@@ -91,4 +91,4 @@ class AllHooks(RunHooks):
 
 
 def _failure(hook: RunHooks, error: Exception) -> str:
-    return f"{type(hook).__name__} failed ({type(error).__name__}: {masked(str(error))})"
+    return f"{type(hook).__name__} failed ({type(error).__name__}: {mask_secrets(str(error))})"

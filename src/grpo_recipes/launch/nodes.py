@@ -24,11 +24,11 @@ from typing import Any
 
 import psutil
 
-from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error, translate
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error, translate_errors
 from grpo_recipes.launch.channels import Channel, SrunChannel
 from grpo_recipes.launch.processes import Child, Ending, StartedProcess, State, rank_pids, rank_records
 from grpo_recipes.launch.rendezvous import ADDRESS_VARIABLE, RANK_VARIABLE, Meeting, connect_to_node_0
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.commands import base_environment, run_environment
 from grpo_recipes.plan.devices import Node, Resources, environment_device, find_visible_gpus
 from grpo_recipes.plan.ports import is_port_free, reserve_port
@@ -191,7 +191,11 @@ def preflight_nodes(
         return resources
     workers.start(environment, folder)
     all_nodes = range(workers.count)
-    needed = [sys.executable, str(home()), str(folder.absolute())] if folder.exists() else [sys.executable, str(home())]
+    needed = (
+        [sys.executable, str(find_code_root()), str(folder.absolute())]
+        if folder.exists()
+        else [sys.executable, str(find_code_root())]
+    )
     reports = workers.ask("describe", all_nodes, _START_SECONDS, needed=needed)
     if problems := [
         Problem(f"node {report['host']}, {location}", problem, fix)
@@ -244,7 +248,7 @@ def _addresses(reports: list[Report], environment: Mapping[str, str]) -> list[st
         raise config_error(variable, problem, "set it to the interface between the nodes, or unset it")
     addresses = [report["address"] or node_address(report["host"]) for report in reports]
     if addresses[0].startswith("127."):  # on its own node, a host name may mean the loopback
-        no_route = translate(
+        no_route = translate_errors(
             OSError, lambda error: _network_error(f"the first node has no route to {addresses[1]}: {error}")
         )
         with no_route, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -258,7 +262,7 @@ def node_address(name: str) -> str:
     host = read_node_address(name)  # an address or a host name
     if host is None:
         raise _network_error(f"scontrol shows no address of node {name}")
-    unresolved = translate(
+    unresolved = translate_errors(
         (OSError, UnicodeError), lambda error: _network_error(f"Slurm's address {host} of node {name}: {error}")
     )
     with unresolved:

@@ -28,14 +28,14 @@ import psutil
 
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.launch.hooks import AllHooks
-from grpo_recipes.paths import display_path, python_module
+from grpo_recipes.paths import display_path, module_command
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process import tree
 from grpo_recipes.process.scratch import Scratch, SegmentRecorder
 from grpo_recipes.process.terminal import collapse_library_frames, strip_control_codes
 from grpo_recipes.process.waiting import wait_until
 from grpo_recipes.runs import rundir
-from grpo_recipes.secrets import masked
+from grpo_recipes.secrets import mask_secrets
 
 _LAST_LINES = 30
 _ERROR = r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception): [^\n]+)"
@@ -127,7 +127,7 @@ class Child(StartedProcess):
             asdict(replace(process, environment={}, log=str(self.log)))
         )  # an argv must not contain secrets
         folders = map(str, (run_dir, scratch.disk, scratch.memory))
-        guard = python_module("grpo_recipes.launch.processes", *folders, str(os.getpid()), planned)
+        guard = module_command("grpo_recipes.launch.processes", *folders, str(os.getpid()), planned)
         self._popen = subprocess.Popen(
             guard,
             env=process.full_environment(environment),
@@ -393,7 +393,7 @@ def tail(log: Path, lines: int = _LAST_LINES) -> str:
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - max(400 * lines, 60_000)))
         text = collapse_library_frames(strip_control_codes(file.read().decode(errors="replace")))
-        return masked("\n".join(text.rstrip("\n").split("\n")[-lines:]))
+        return mask_secrets("\n".join(text.rstrip("\n").split("\n")[-lines:]))
     return ""
 
 
@@ -405,7 +405,7 @@ def first_error(log: Path, start: int = 0, pattern: re.Pattern[str] = _TRACEBACK
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(start)
         if match := pattern.search(strip_control_codes(file.read(_MAX_LOG_BYTES).decode(errors="replace"))):
-            return masked(match[1].strip())[:_MAX_ERROR_LENGTH]
+            return mask_secrets(match[1].strip())[:_MAX_ERROR_LENGTH]
     return ""
 
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import ConfigError, config_error, translate
+from grpo_recipes.errors import ConfigError, config_error, translate_errors
 from grpo_recipes.launch.channels import END_SECONDS, WORKER_MODULE, OnLine, end_worker, read_lines, write_line
-from grpo_recipes.paths import display_path, python_module
+from grpo_recipes.paths import display_path, module_command
 from grpo_recipes.process.reports import say
 from grpo_recipes.process.tree import OWN_CHILDREN
 from grpo_recipes.process.waiting import wait_until
@@ -94,7 +94,7 @@ class MeetingChannel:
         meeting = self._meeting
         with _listener(meeting) as listener, _key_file(folder) as (file, key):
             self._worker = subprocess.Popen(
-                python_module(WORKER_MODULE), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                module_command(WORKER_MODULE), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                 start_new_session=True,
                 env={**environment, RANK_VARIABLE: "0", ADDRESS_VARIABLE: socket.gethostbyname(meeting.address)},
             )  # fmt: skip
@@ -271,7 +271,7 @@ def _introduce(connection: socket.socket, meeting: Meeting, command: Message) ->
     foreign_peer = config_error(
         "--master-port", f"another program answers at {meeting.endpoint}", "choose another --master-port on every node"
     )
-    with translate((ValueError, KeyError, TypeError), lambda _: foreign_peer):
+    with translate_errors((ValueError, KeyError, TypeError), lambda _: foreign_peer):
         hello = _receive(connection, time.monotonic() + _HANDSHAKE_SECONDS)
         file, nonce = Path(hello["file"]), str(hello["nonce"])
     if not file.name.startswith(_KEY_PREFIX):
@@ -285,7 +285,7 @@ def _introduce(connection: socket.socket, meeting: Meeting, command: Message) ->
     own_nonce = secrets.token_hex(16)
     worker = json.dumps({"rank": meeting.rank, "host": socket.gethostname(), "nonce": own_nonce, "command": command})
     _send(connection, {"worker": worker, "proof": _proof(key, "worker", nonce, worker)})
-    with translate((ValueError, KeyError, TypeError), lambda _: foreign_peer):
+    with translate_errors((ValueError, KeyError, TypeError), lambda _: foreign_peer):
         answer = _receive(connection, time.monotonic() + _HANDSHAKE_SECONDS)
         genuine = hmac.compare_digest(answer["proof"], _proof(key, "node 0", own_nonce, answer["reply"]))
     if not genuine:
@@ -321,7 +321,7 @@ def _key_file(folder: Path) -> Iterator[tuple[Path, bytes]]:
             "run_root", f"cannot write in {display_path(folder)} ({error.strerror})", "set run_root: FOLDER"
         )
 
-    with translate(OSError, to_config_error):
+    with translate_errors(OSError, to_config_error):
         folder.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as key_file:
             key_file.write(key)
@@ -338,7 +338,7 @@ def _listener(meeting: Meeting) -> socket.socket:
         fault = f"cannot listen at {meeting.endpoint} ({os.strerror(error.errno or 0)})"
         return config_error("--master-port", fault, "choose another --master-port on every node")
 
-    with translate(OSError, to_config_error):
+    with translate_errors(OSError, to_config_error):
         return socket.create_server((meeting.address, meeting.port), backlog=64)
 
 

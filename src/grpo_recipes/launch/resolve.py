@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import ConfigError, config_error, translate
+from grpo_recipes.errors import ConfigError, config_error, translate_errors
 from grpo_recipes.launch.rendezvous import Meeting
 from grpo_recipes.paths import CODE_VARIABLE, display_path
 from grpo_recipes.plan.commands import LOGS, log_folder
@@ -191,10 +191,12 @@ def _run_root(recipe: Recipe) -> Path:
 def make_logs() -> None:
     """Create the folder of Slurm's logs in the working folder, and LOGDIR, the folder of the processes' logs."""
     problem, fix = f"cannot create the folder {LOGS} here", "launch or submit from a folder that you can write to"
-    with translate(OSError, lambda error: config_error("working folder", f"{problem} ({error.strerror})", fix)):
+    with translate_errors(OSError, lambda error: config_error("working folder", f"{problem} ({error.strerror})", fix)):
         Path(LOGS).mkdir(exist_ok=True)
     folder, fix = log_folder(os.environ), "set LOGDIR to a folder that you can write to"
-    with translate(OSError, lambda error: config_error("LOGDIR", f"cannot create '{folder}' ({error.strerror})", fix)):
+    with translate_errors(
+        OSError, lambda error: config_error("LOGDIR", f"cannot create '{folder}' ({error.strerror})", fix)
+    ):
         folder.mkdir(parents=True, exist_ok=True)
 
 

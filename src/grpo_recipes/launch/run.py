@@ -70,7 +70,7 @@ from grpo_recipes.runs import rundir
 from grpo_recipes.runs.benchmark import write_benchmark
 from grpo_recipes.runs.checkpoints import find_verified_checkpoint
 from grpo_recipes.runs.progress import has_trained
-from grpo_recipes.secrets import masked, masked_environment
+from grpo_recipes.secrets import mask_environment, mask_secrets
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
 
 
@@ -172,7 +172,7 @@ def _dry_run(options: resolve.Options, resources: Resources) -> int:
         environment = process.full_environment(shared)
         changed = {name: value for name, value in environment.items() if os.environ.get(name) != value}
         removed = {name: "(removed)" for name in os.environ if name not in environment}
-        differences[process.name] = masked_environment({**changed, **removed})
+        differences[process.name] = mask_environment({**changed, **removed})
     print(format_plan(plan, differences))
     return 0
 
@@ -193,7 +193,7 @@ def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
         ending = Ending(1, str(error.problems[0]))  # not exit code 2, which means that nothing was started
     except Exception as error:
         print_line(traceback.format_exc(), error=True)
-        ending = Ending(1, f"the launcher failed: {type(error).__name__}: {masked(str(error))}")
+        ending = Ending(1, f"the launcher failed: {type(error).__name__}: {mask_secrets(str(error))}")
     finally:
         stop.ignore()
         OUTPUT.show_live("")

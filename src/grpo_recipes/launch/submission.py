@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_recipes.errors import ConfigError, Problem, config_error, translate
+from grpo_recipes.errors import ConfigError, Problem, config_error, translate_errors
 from grpo_recipes.fetch.assets import Assets, find_assets, record_assets
 from grpo_recipes.launch.attempt import SUBMITTED, freeze_inputs
 from grpo_recipes.launch.hooks import AllHooks
 from grpo_recipes.launch.resolve import OFFLINE_WANDB, make_logs, names_of, needs_wandb, note_job, require_wandb_access
-from grpo_recipes.paths import CODE_VARIABLE, cache_root, display_path, home, python_module
+from grpo_recipes.paths import CODE_VARIABLE, cache_root, display_path, find_code_root, module_command
 from grpo_recipes.plan.devices import Resources, environment_device
 from grpo_recipes.plan.disk_space import require_disk_space
 from grpo_recipes.plan.estimates import Estimates, estimate
@@ -68,8 +68,8 @@ def site_profile(name: str, environment: Mapping[str, str]) -> Profile:
     A path is relative to the working folder or the repository. The name is a file in ``slurm/profiles``. The variable
     SLURM_GPU_FLAG_STYLE replaces ``gpu_flag_style``. Raise ConfigError if there is no such profile.
     """
-    shipped = home() / PROFILES
-    paths = [Path(name), home() / name, shipped / f"{name}.yaml"]
+    shipped = find_code_root() / PROFILES
+    paths = [Path(name), find_code_root() / name, shipped / f"{name}.yaml"]
     path = next((path for path in paths if os.path.isfile(path)), None)  # isfile accepts names that are too long
     if path is None:
         names = ", ".join(sorted(path.stem for path in shipped.glob("*.yaml")))
@@ -198,7 +198,7 @@ def submit_script(folder: Path, text: str) -> int:
     make_logs()  # Slurm opens its logs before the script runs
     script = folder / "job.sh"
     fix = "set run_root to a folder with free space that you can write to"
-    with translate(
+    with translate_errors(
         OSError, lambda error: config_error(display_path(script), f"cannot write this file ({error.strerror})", fix)
     ):
         script.write_text(text)
@@ -220,12 +220,17 @@ def freeze(submission: Submission) -> Run:
     fix = "set run_root to a folder with free space that you can write to"
     with (
         contextlib.ExitStack() as undo,
-        translate(OSError, lambda error: config_error("run_root", f"{problem} ({error.strerror or error})", fix)),
+        translate_errors(
+            OSError, lambda error: config_error("run_root", f"{problem} ({error.strerror or error})", fix)
+        ),
     ):
         undo.callback(shutil.rmtree, run.folder, ignore_errors=True)
-        is_ours = (home() / plan.entry).is_relative_to(home() / "src")
+        is_ours = (find_code_root() / plan.entry).is_relative_to(find_code_root() / "src")
         for name in _COPIED if is_ours else (*_COPIED, plan.entry):
-            source, copy = home() / name, run.folder / FROZEN_CODE / name  # equal if the entry script is absolute
+            source, copy = (
+                find_code_root() / name,
+                run.folder / FROZEN_CODE / name,
+            )  # equal if the entry script is absolute
             if source.is_dir():
                 shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
             elif source != copy:
@@ -249,7 +254,7 @@ def frozen_environment(run_dir: Path, environment: Mapping[str, str]) -> dict[st
     has_accelerate_file = accelerate.is_file() or environment.get("CONFIG_FILE")
     return {
         CODE_VARIABLE: str(code),
-        "GRPO_HOME": str(home()),
+        "GRPO_HOME": str(find_code_root()),
         "PYTHONPATH": str(code / "src"),
         "CACHE_ROOT": str(cache_root(environment)),  # the user's cache folder
         **({"CONFIG_FILE": str(accelerate)} if has_accelerate_file else {}),
@@ -266,15 +271,15 @@ def with_site_run_root(recipe: Recipe, profile: Profile) -> Recipe:
 def _check_deep(path: Path, task: str | None, flags: Sequence[str], environment: Mapping[str, str]) -> None:
     """Raise the problems of `grpo check --deep`, which runs in a separate process because it imports torch."""
     options = ["--deep", "--json", *(["--task", task] if task else [])]
-    argv = python_module("grpo_recipes", "check", str(path), *options, *flags)
+    argv = module_command("grpo_recipes", "check", str(path), *options, *flags)
 
     def failure(reason: str) -> ConfigError:
         fix = f"run grpo check --deep {display_path(path)}, and read its output"
         return config_error(display_path(path), f"grpo check --deep {reason}", fix)
 
-    with translate(subprocess.TimeoutExpired, lambda _: failure(f"took more than {_DEEP_SECONDS} seconds")):
+    with translate_errors(subprocess.TimeoutExpired, lambda _: failure(f"took more than {_DEEP_SECONDS} seconds")):
         done = subprocess.run(argv, env=dict(environment), stdout=subprocess.PIPE, timeout=_DEEP_SECONDS, check=False)
-    with translate(ValueError, lambda _: failure(f"ended with code {done.returncode} and without a result")):
+    with translate_errors(ValueError, lambda _: failure(f"ended with code {done.returncode} and without a result")):
         result = json.loads(done.stdout)
     if result["problems"]:
         raise ConfigError(*[Problem(**problem) for problem in result["problems"]])

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.assets import Assets
-from grpo_recipes.paths import CODE_VARIABLE, cache_root, home, python_module
+from grpo_recipes.paths import CODE_VARIABLE, cache_root, find_code_root, module_command
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.preflight import FLASHINFER_SAMPLER
 from grpo_recipes.plan.roles import describe_data, load_roles
@@ -314,7 +314,7 @@ def server_command(
     the module behind both commands works and accepts the same flags.
     """
     on_cpu, implementation = device == "cpu", recipe["vllm_model_impl"]
-    program = python_module("grpo_recipes.server.serve", "--model", model)
+    program = module_command("grpo_recipes.server.serve", "--model", model)
     needed = {  # TRL's trainer needs these flags, and `trl vllm-serve` adds them itself
         "--model-impl": implementation,
         "--logprobs-mode": "processed_logprobs",
@@ -447,7 +447,7 @@ def _plan_trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], na
         "--main_process_ip": plan.nodes[plan.placement[0].node] if machines > 1 else "127.0.0.1",
         "--main_process_port": plan.ports.main_process,
     }
-    launch = python_module("grpo_recipes.launch.accelerate", *_format_flags(flags), str(home() / plan.entry))
+    launch = module_command("grpo_recipes.launch.accelerate", *_format_flags(flags), str(find_code_root() / plan.entry))
     named = Path(environment.get("TRAINING_LOG") or f"logs/liv_train_{names.run}_{names.timestamp}.log")
     log = str(named.with_stem(named.stem + (f"_node{placed.node}" if placed.node else "")))
     after = ("server",) if plan.mode == "server" else ()

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from grpo_recipes.errors import config_error, translate
+from grpo_recipes.errors import config_error, translate_errors
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import catalogue_trl
 from grpo_recipes.recipe.registry import built_for_cpu
@@ -113,7 +113,7 @@ def environment_device() -> str:
     Raise ConfigError if torch or TRL is missing, or if TRL has another version than the recipe keys.
     """
     missing = importlib.metadata.PackageNotFoundError
-    with translate(
+    with translate_errors(
         missing, lambda error: config_error("environment", f"{error.name} is not installed", "run make setup")
     ):
         device, trl = "cpu" if built_for_cpu() else "cuda", importlib.metadata.version("trl")
@@ -130,7 +130,7 @@ def run_nvidia_smi(*arguments: str) -> str | None:
     """
     problem = f"nvidia-smi did not answer within {_DRIVER_SECONDS} seconds"
     error = config_error("devices", problem, "exclude this node and report it to the admins")
-    with contextlib.suppress(OSError), translate(subprocess.TimeoutExpired, lambda _: error):
+    with contextlib.suppress(OSError), translate_errors(subprocess.TimeoutExpired, lambda _: error):
         command = ["nvidia-smi", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_SECONDS, check=False).stdout
     return None

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import translate
+from grpo_recipes.errors import translate_errors
 from grpo_recipes.runs.rundir import load_json_mapping
 
 Facts = dict[str, Any]
@@ -40,7 +40,7 @@ def compute_model_sizes(config: Mapping[str, Any]) -> Facts:
     if kind not in _KNOWN:
         raise UnknownShape(f"models of type '{kind}' are not supported")
     wrong = (KeyError, TypeError, ValueError, ZeroDivisionError)
-    with translate(wrong, lambda error: UnknownShape(f"its config.json lacks a size ({error!r})")):
+    with translate_errors(wrong, lambda error: UnknownShape(f"its config.json lacks a size ({error!r})")):
         hidden, intermediate, layers, heads, words, positions = (int(config[name]) for name in _CONFIG_KEYS)
         kv_heads, head = int(config.get("num_key_value_heads") or heads), int(config.get("head_dim") or hidden // heads)
     queries, keys, embedding = heads * head, kv_heads * head, words * hidden
@@ -67,7 +67,7 @@ def read_model(folder: str, name: str = "") -> Facts:
     if name in load_shipped_configs() and not file.is_file():
         return compute_model_sizes(load_shipped_configs()[name])
     absent = "its config.json is not on this machine; grpo fetch RECIPE downloads it"
-    with translate(OSError, lambda _: UnknownShape(absent)):
+    with translate_errors(OSError, lambda _: UnknownShape(absent)):
         config = load_json_mapping(file.read_bytes())
     if config is None:
         raise UnknownShape("its config.json is not a JSON mapping")

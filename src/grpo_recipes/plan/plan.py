@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.errors import ConfigError, config_error, translate
+from grpo_recipes.errors import ConfigError, config_error, translate_errors
 from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.plan import devices
 from grpo_recipes.plan.commands import vllm_memory_fraction, with_processes
@@ -322,7 +322,7 @@ def find_accelerate_file(accelerator: str, environment: Mapping[str, str]) -> st
                 "CONFIG_FILE", f"accelerate file '{path}' not found", "unset it, or use an existing file"
             )
         fix = "use a file that accelerate config wrote"
-        with translate(yaml.YAMLError, lambda _: config_error("CONFIG_FILE", f"'{path}' is not YAML", fix)):
+        with translate_errors(yaml.YAMLError, lambda _: config_error("CONFIG_FILE", f"'{path}' is not YAML", fix)):
             content = yaml.safe_load(Path(path).read_text(errors="replace"))
         for name, size in _find_integers(content):
             if name.endswith(("cp_size", "sp_size", "context_parallel_size", "sequence_parallel_size")) and size > 1:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from grpo_recipes.plan.devices import Batch, Placement
 from grpo_recipes.plan.ports import Ports
-from grpo_recipes.secrets import secret_name
+from grpo_recipes.secrets import is_secret_name
 
 MEETING_SECONDS = 300.0  # for ranks to meet: imports from a cold shared file system take minutes
 
@@ -59,7 +59,7 @@ class Process:
     def full_environment(self, shared: Mapping[str, str]) -> dict[str, str]:
         """Return all variables of this process: its own variables, and ``shared`` without secrets of other roles."""
         variables = {
-            name: value for name, value in shared.items() if {name, "*"} & {*self.keeps} or not secret_name(name)
+            name: value for name, value in shared.items() if {name, "*"} & {*self.keeps} or not is_secret_name(name)
         }
         return {**variables, **self.environment}
 

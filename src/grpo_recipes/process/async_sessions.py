@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 import openai
 
-from grpo_recipes.errors import translate
+from grpo_recipes.errors import translate_errors
 from grpo_recipes.process.answers import MAX_BYTES
 from grpo_recipes.process.listeners import ForeignListener, OwnListener
 
@@ -44,7 +44,9 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
         if self._owner is not None:
             request.extensions = {**request.extensions, "trace": _make_listener_trace(self._owner)}
         # openai only handles errors of httpx2, and ``_make_listener_trace`` raises ConnectionError.
-        as_httpx2_error = translate(ConnectionError, lambda error: httpx2.ConnectError(str(error), request=request))
+        as_httpx2_error = translate_errors(
+            ConnectionError, lambda error: httpx2.ConnectError(str(error), request=request)
+        )
         async with _time_limit(deadline, self._timeout, request):
             with as_httpx2_error:
                 response = await super().handle_async_request(request)

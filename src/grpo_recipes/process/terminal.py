@@ -16,7 +16,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.secrets import masked
+from grpo_recipes.secrets import mask_secrets
 
 LOG = "launch.log"
 WIDTH = 80  # columns of a line without a terminal
@@ -96,7 +96,7 @@ class Output:
         with contextlib.suppress(OSError):
             self._log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         command = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
-        self._log_line(f"grpo: {time.strftime('%Y-%m-%d %H:%M:%S')} {masked(command)}", -1)
+        self._log_line(f"grpo: {time.strftime('%Y-%m-%d %H:%M:%S')} {mask_secrets(command)}", -1)
         lines, self._early_lines = self._early_lines or (), None
         for line in lines:
             self._log_line(line, 1)
@@ -119,7 +119,7 @@ class Output:
         No error is raised if stdout is gone. A terminal or pipe that does not accept the line within a second loses it.
         """
         stream, descriptor = (sys.stderr, 2) if error else (sys.stdout, 1)
-        text = strip_control_codes(masked(text))
+        text = strip_control_codes(mask_secrets(text))
         self._log_line(text, descriptor)
         if stream.isatty():
             line = add_colors(text) if use_color() else text

@@ -22,7 +22,7 @@ from grpo_recipes.recipe.converters import ALIASES, migration, nearest, recipe_k
 from grpo_recipes.recipe.converters.files import Surroundings, converter_of
 from grpo_recipes.recipe.document import UNSET, Value, convert_value, read_document, read_flags, unset_keys
 from grpo_recipes.recipe.keys import catalogue, environment_keys
-from grpo_recipes.secrets import secret_value
+from grpo_recipes.secrets import contains_secret
 
 DEFAULT_SOURCE = "default"
 
@@ -143,7 +143,7 @@ def merge_recipe(
     values = {key: Value(entry["default"], DEFAULT_SOURCE) for key, entry in catalogue().items()}
     broken = set()
     for key, raw in raw_values.items():
-        if secret_value(raw.value):
+        if contains_secret(raw.value):
             converted = None
             key_problems = [Problem(raw.source, f"{key} looks like a secret", "remove it and export it as a variable")]
         else:

@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from grpo_recipes import smoke
-from grpo_recipes.paths import cache_root, newest_first
+from grpo_recipes.paths import cache_root, sort_newest_first
 from grpo_recipes.recipe import Recipe
 
 # A template is code, so it can fail in other ways than ``raise_exception``.
@@ -162,5 +162,5 @@ def _snapshot(model: str, revision: str, environment: Mapping[str, str]) -> Path
     cache = Path(environment.get("HF_HUB_CACHE") or Path(home, "hub"), f"models--{model.replace('/', '--')}")
     reference = cache / "refs" / revision
     commit = cache / "snapshots" / (reference.read_text().strip() if reference.is_file() else revision)
-    newest = newest_first(cache.glob("snapshots/*"))
+    newest = sort_newest_first(cache.glob("snapshots/*"))
     return commit if commit.is_dir() else next(iter(newest), commit)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.paths import display_path, home, shell_quote
+from grpo_recipes.paths import display_path, find_code_root, shell_quote
 from grpo_recipes.recipe import (
     BrokenKey,
     Recipe,
@@ -51,7 +51,7 @@ from grpo_recipes.recipe.sources import requested_source, source_of
 from grpo_recipes.recipe.tasks import GRPO, requested_task, with_task
 from grpo_recipes.recipe.user_code import copy_path, find_comparison, function_source, spec_problem
 from grpo_recipes.recipe.weight_sync import sync_problems
-from grpo_recipes.smoke import SMOKE_SCHEME, smoke_tasks
+from grpo_recipes.smoke import SMOKE_SCHEME, list_smoke_tasks
 
 _DEFAULT_RECIPES = {"cpu": "recipes/smoke/{task}.yaml", "cuda": "recipes/Qwen2.5-1.5B-Instruct/{task}/config_math.yaml"}
 _Check = Callable[[Recipe, Mapping[str, str]], Iterator[Problem]]
@@ -97,9 +97,9 @@ def choose_recipe(argument: str | None, environment: Mapping[str, str], task: st
         local_files = sorted(path.name for path in Path().glob("[!.]*.yaml"))
         examples = ", ".join([*map(shell_quote, local_files[:5]), default]) if len(local_files) <= 5 else default
         raise config_error("RECIPE", "no recipe is named", f"name a recipe, e.g. {examples}, or export CONFIG=FILE")
-    where, name = (where, name) if name else ("default recipe", str(home() / default))
+    where, name = (where, name) if name else ("default recipe", str(find_code_root() / default))
     name = os.path.expanduser(name)  # few shells expand --config=~/my.yaml
-    for path in (Path(name), home() / name):
+    for path in (Path(name), find_code_root() / name):
         if os.path.isfile(path):  # Path.is_file raises OSError for a name that is too long
             return path
     if os.path.isdir(name):
@@ -113,9 +113,9 @@ def choose_recipe(argument: str | None, environment: Mapping[str, str], task: st
 def _similar_recipes(name: str, default: str, task: str) -> list[str]:
     """Return the recipe with a similar path, or the recipes with a similar file name, the default first."""
     same_folder = Path(name).parent.glob("*.yaml") if os.path.isdir(os.path.dirname(name) or ".") else ()
-    packaged = (path.relative_to(home()) for path in (home() / "recipes").rglob("*.yaml"))
+    packaged = (path.relative_to(find_code_root()) for path in (find_code_root() / "recipes").rglob("*.yaml"))
     paths = (*same_folder, *Path().glob("*.yaml"), *Path("recipes").rglob("*.yaml"), *packaged)
-    known = {str(path) for path in paths if os.path.isfile(path) or os.path.isfile(home() / path)}
+    known = {str(path) for path in paths if os.path.isfile(path) or os.path.isfile(find_code_root() / path)}
     if close := nearest_of(name, known):
         return [close]
     stem = nearest_of(Path(name).stem, {Path(path).stem for path in known})
@@ -155,8 +155,8 @@ def _model(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
     key, model = "model_name_or_path", recipe["model_name_or_path"] or ""
     path = os.path.expanduser(model)
     if model.startswith(SMOKE_SCHEME):
-        if model not in smoke_tasks():
-            yield recipe.problem(key, f"built-in model '{model}' not found", f"write {' or '.join(smoke_tasks())}")
+        if model not in list_smoke_tasks():
+            yield recipe.problem(key, f"built-in model '{model}' not found", f"write {' or '.join(list_smoke_tasks())}")
     elif model and not os.path.isdir(path) and not (HUB_NAME.fullmatch(model) and not os.path.exists(path)):
         is_local = model.startswith(LOCAL_PREFIXES)
         message = f"model folder '{model}' not found" if is_local else f"'{model}' is not a local folder or a hub id"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import translate
+from grpo_recipes.errors import translate_errors
 
 # Suffix of a data file -> the builder of `datasets` that reads it.
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
@@ -166,7 +166,7 @@ def separator(path: Path) -> str:
 def csv_columns(path: Path) -> list[str]:
     """Return the fields of the first line of a .csv or .tsv file; an empty list for an empty file."""
     with (
-        translate(csv.Error, lambda error: ValueError(f"'{path}' is not a {path.suffix} file ({error})")),
+        translate_errors(csv.Error, lambda error: ValueError(f"'{path}' is not a {path.suffix} file ({error})")),
         path.open(encoding="utf-8-sig", errors="replace", newline="") as file,
     ):
         return next(csv.reader(file, delimiter=separator(path)), [])
@@ -249,7 +249,7 @@ def _parquet_file(path: Path) -> Any:
     """Open a parquet file with pyarrow; raise ValueError if it is not a parquet file."""
     import pyarrow.parquet
 
-    with translate(pyarrow.ArrowInvalid, lambda error: ValueError(f"'{path}' is not a parquet file ({error})")):
+    with translate_errors(pyarrow.ArrowInvalid, lambda error: ValueError(f"'{path}' is not a parquet file ({error})")):
         return pyarrow.parquet.ParquetFile(path)
 
 
@@ -325,5 +325,5 @@ def _kinds(feature: Any) -> set[str]:
 
 def _saved_part(path: Path, key: str) -> list[str]:
     damaged = ValueError(f"'{path}' is missing or damaged; save the dataset again")
-    with translate((OSError, ValueError, LookupError, TypeError), lambda _: damaged):
+    with translate_errors((OSError, ValueError, LookupError, TypeError), lambda _: damaged):
         return [str(name) for name in json.loads(path.read_text(encoding="utf-8"))[key]]

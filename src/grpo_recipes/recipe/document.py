@@ -22,8 +22,8 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.errors import ConfigError, Problem, config_error, translate
-from grpo_recipes.paths import display_path, home, shell_quote
+from grpo_recipes.errors import ConfigError, Problem, config_error, translate_errors
+from grpo_recipes.paths import display_path, find_code_root, shell_quote
 from grpo_recipes.recipe.keys import REFUSED_VALUES, catalogue, nearest_of, nested_catalogue
 
 BASE_KEY = "base"
@@ -80,7 +80,7 @@ class _Loader(yaml.SafeLoader):
             message = f"'{str(node.value)[:40]}' cannot be read as {node.tag.rpartition(':')[2]}"
             return yaml.constructor.ConstructorError(None, None, message, node.start_mark)
 
-        with translate((ValueError, KeyError, AttributeError), unreadable):  # raised by PyYAML
+        with translate_errors((ValueError, KeyError, AttributeError), unreadable):  # raised by PyYAML
             return super().construct_object(node, deep)
 
 
@@ -100,7 +100,7 @@ def _base_file(chain: list[Path], base: Value) -> Path:
     """Find the base of the last recipe: next to it, or in the repository, so that a copied recipe still finds it."""
     if not isinstance(base.value, str):
         raise config_error(base.source, f"{BASE_KEY}: expected a path, got {base.value!r}", "set it to one recipe file")
-    candidates = [folder / os.path.expanduser(base.value) for folder in (chain[-1].parent, home())]
+    candidates = [folder / os.path.expanduser(base.value) for folder in (chain[-1].parent, find_code_root())]
     # os.path.isfile also returns False for a name that is too long.
     file = next((candidate for candidate in candidates if os.path.isfile(candidate)), None)
     if file is None:
@@ -128,13 +128,13 @@ def read_file(path: Path, problems: list[Problem]) -> dict[str, Value]:
         where = f"{display_path(path)}:{mark.line + 1}" if mark else display_path(path)
         return config_error(where, f"not valid YAML ({reason})", "correct the indentation, quote or bracket there")
 
-    with translate((OSError, UnicodeDecodeError), unreadable):
+    with translate_errors((OSError, UnicodeDecodeError), unreadable):
         if (size := path.stat().st_size) > _MOST_BYTES:
             message = f"has {size // 10**6} MB, but a recipe has at most {_MOST_BYTES // 10**6} MB"
             raise config_error(str(path), message, "name a recipe")
         text = path.read_text(encoding="utf-8")
     too_deep = config_error(display_path(path), "values are nested too deeply, or in themselves", "write them flatter")
-    with translate(RecursionError, lambda _: too_deep), translate(yaml.YAMLError, not_yaml):
+    with translate_errors(RecursionError, lambda _: too_deep), translate_errors(yaml.YAMLError, not_yaml):
         return _parse(path, text, problems)
 
 
@@ -341,7 +341,7 @@ def _convert(kind: str, value: Any, from_text: bool) -> Any:
             raise ValueError(f"expected plain text, got the control character {control[0]!r}")
         return str(value)
     number = math.inf  # the value of an integer above 1e308
-    with contextlib.suppress(OverflowError), translate(ValueError, lambda _: mismatch):
+    with contextlib.suppress(OverflowError), translate_errors(ValueError, lambda _: mismatch):
         number = float(value)  # YAML 1.1 reads 1e-6 as a string
     if math.isnan(number):
         raise ValueError(f"expected {_TYPE_NAMES[kind]}, got nan")

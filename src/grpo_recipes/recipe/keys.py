@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.paths import CODE_VARIABLE, display_path, home
+from grpo_recipes.paths import CODE_VARIABLE, display_path, find_code_root
 from grpo_recipes.recipe.extensions import extensions, load, merged
 from grpo_recipes.recipe.fields import entries_of
 
@@ -194,7 +194,7 @@ def nearest_of(name: str, names: Iterable[str]) -> str | None:
 
 def schema_file() -> Path:
     """Return the path of the JSON schema of recipes in this installation."""
-    return home() / "recipes" / "schema.json"
+    return find_code_root() / "recipes" / "schema.json"
 
 
 def schema_line(recipe: Path) -> str:

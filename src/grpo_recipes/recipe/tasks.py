@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.recipe import DEFAULT_SOURCE, BrokenKey, Recipe
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.recipe.keys import environment_keys
@@ -35,22 +35,22 @@ class RequestedTask:
 
 def requested_task(environment: Mapping[str, str], option: str | None = None) -> RequestedTask:
     """Return the task that ``--task`` (``option``), ``MAXENT`` or ``TRAIN_ENTRYPOINT`` requests; reject two tasks."""
-    if not (home() / ENTRIES[GRPO]).is_file():
+    if not (find_code_root() / ENTRIES[GRPO]).is_file():
         fix = "unset GRPO_HOME, or name the repository"
-        raise config_error("GRPO_HOME", f"there is no repository in {home()}", fix)
+        raise config_error("GRPO_HOME", f"there is no repository in {find_code_root()}", fix)
     switch, entry = environment.get("MAXENT", ""), environment.get("TRAIN_ENTRYPOINT") or None
     problems = []
     if switch.lower() not in _SWITCH:
         fix = "unset MAXENT, or set MAXENT=1 for MaxEnt-GRPO, or set MAXENT=0 for GRPO"
         problems.append(Problem("MAXENT", f"is '{switch}'", fix))
-    if entry and not (home() / entry).is_file():
+    if entry and not (find_code_root() / entry).is_file():
         message, fix = f"there is no entry script {entry}", f"use {', '.join(ENTRIES.values())}"
         problems.append(Problem("TRAIN_ENTRYPOINT", message, fix))
     if problems:
         raise ConfigError(*problems)
     # Resolving the paths recognizes our own scripts in every spelling.
-    scripts = {(home() / script).resolve(): task for task, script in ENTRIES.items()}
-    entry_task = scripts.get((home() / entry).resolve()) if entry else None
+    scripts = {(find_code_root() / script).resolve(): task for task, script in ENTRIES.items()}
+    entry_task = scripts.get((find_code_root() / entry).resolve()) if entry else None
     entry = ENTRIES[entry_task] if entry_task else entry
     candidates = [("--task", option), ("MAXENT", _SWITCH[switch.lower()]), ("TRAIN_ENTRYPOINT", entry_task)]
     requests = [(source, task) for source, task in candidates if task]

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.numbers import reward_problem
+from grpo_recipes.numbers import find_reward_problem
 from grpo_recipes.process import tree
 from grpo_recipes.recipe.registry import NO_ANSWER
 from grpo_recipes.rewards.chance import seed_later_imports, seed_libraries
@@ -43,7 +43,7 @@ from grpo_recipes.rewards.score import (
     load_reward,
     read_scores,
 )
-from grpo_recipes.secrets import MASK, secret_name, secret_value
+from grpo_recipes.secrets import MASK, contains_secret, is_secret_name
 
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 MOST_PROCESSES = 64  # limit for a child with its descendants
@@ -79,14 +79,14 @@ def make_child_environment(requested: Collection[str] = ()) -> dict[str, str]:
         name: text
         for name, text in os.environ.items()
         if (name in _COPIED_VARIABLES or name.startswith(_COPIED_PREFIXES))
-        and not (secret_name(name) or secret_value(text))
+        and not (is_secret_name(name) or contains_secret(text))
     }
     return {**variables, **_ADDED_VARIABLES, **{name: os.environ[name] for name in requested if name in os.environ}}
 
 
 def is_score(value: Any) -> bool:
     """Return whether a value from a child can be a reward: a finite number that is not too large."""
-    return _is_number(value) and reward_problem(value) is None
+    return _is_number(value) and find_reward_problem(value) is None
 
 
 def read_reply(line: bytes, rewards: Collection[str], valid: Callable[[Any], bool] = is_score) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def _run_worker(requests: int, replies: int) -> NoReturn:
         seed_later_imports()
         seed_libraries(0)  # for random numbers during the loading of the rewards
         _stripped = trainer_variables - set(os.environ)
-        _secrets.extend(os.environ[name] for name in requested if secret_name(name) and os.environ.get(name))
+        _secrets.extend(os.environ[name] for name in requested if is_secret_name(name) and os.environ.get(name))
         mount_own_shared_memory(memory_bytes)
         _limit_this_process(memory_bytes)
         if not network:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.paths import python_module
+from grpo_recipes.paths import module_command
 from grpo_recipes.process import tree
 from grpo_recipes.process.waiting import wait_until
 from grpo_recipes.rewards.child import (
@@ -421,7 +421,7 @@ class _Child:
         self, setup: object, rewards: Collection[str], environment: dict[str, str], valid: Callable[[Any], bool]
     ):
         self.process = subprocess.Popen(
-            python_module("grpo_recipes.rewards.child", str(os.getpid())),
+            module_command("grpo_recipes.rewards.child", str(os.getpid())),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=environment,
             start_new_session=True,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from statistics import fmean
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from grpo_recipes.errors import ConfigError, Problem, collect, config_error
+from grpo_recipes.errors import ConfigError, Problem, collect_results, config_error
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.datafiles import solution_names
 from grpo_recipes.recipe.extensions import load
@@ -127,7 +127,7 @@ def probe_rewards(
         if len(names) == 1:
             raise
     # A reward that fails must not hide the faults of the others.
-    results_by_reward = collect(names, lambda name: _probe_together(recipe, [name], rows, left_out))
+    results_by_reward = collect_results(names, lambda name: _probe_together(recipe, [name], rows, left_out))
     return [result for results in results_by_reward for result in results]
 
 

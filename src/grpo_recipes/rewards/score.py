@@ -13,8 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from grpo_recipes.errors import ConfigError, translate
-from grpo_recipes.numbers import reward_problem
+from grpo_recipes.errors import ConfigError, translate_errors
+from grpo_recipes.numbers import find_reward_problem
 from grpo_recipes.recipe.extensions import load
 from grpo_recipes.recipe.registry import NO_ANSWER, rewards
 from grpo_recipes.recipe.user_code import copy_path, load_object, source_path, split_spec
@@ -82,7 +82,7 @@ def load_reward(spec: str, copies: Path | None) -> Reward:
         return make_reward(spec)
     module, name = split_spec(spec)
     is_gone = not module.endswith(".py") and source_path(spec) is None
-    with translate(
+    with translate_errors(
         (Exception, SystemExit),
         lambda error: RewardFailed(f"reward '{spec}' cannot be loaded: {describe_error(error)}"),
     ):
@@ -162,7 +162,7 @@ def _convert_entry(entry: Any) -> Score:
         value = float(entry)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         return Score(None, describe_error(error))
-    problem = reward_problem(value)
+    problem = find_reward_problem(value)
     return Score(value) if problem is None else Score(None, f"not a number: {problem}")
 
 

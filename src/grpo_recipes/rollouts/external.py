@@ -15,7 +15,7 @@ from typing import Any
 import requests
 import torch
 
-from grpo_recipes.errors import ConfigError, config_error, translate
+from grpo_recipes.errors import ConfigError, config_error, translate_errors
 from grpo_recipes.process.sessions import BoundedAdapter, secure_session
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import EXTERNAL
@@ -48,7 +48,7 @@ def connect(recipe: Recipe, model: str, environment: Mapping[str, str]) -> Compl
         aliases=(model,),
         token=environment.get("OPENAI_API_KEY"),
     )
-    with translate(ConfigError, at_key):
+    with translate_errors(ConfigError, at_key):
         client.ready(_READY_SECONDS)
     if client.backend == VLLM:
         _check_vllm_options(recipe, client)
@@ -63,13 +63,13 @@ def _check_vllm_options(recipe: Recipe, client: CompletionClient) -> None:
         problem = f"the server at {client.root} does not say how it was started ({type(error).__name__}: {error})"
         return config_error(recipe.location(KEY), problem, "name a vLLM of the version that is installed here")
 
-    with translate(requests.RequestException, unknown_version):
+    with translate_errors(requests.RequestException, unknown_version):
         answer = session.get(f"{client.root}/server_info", params={"config_format": "json"})
     if not answer.ok:
         problem = f"the vLLM server at {client.root} can't load new weights"
         fix = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, or remove the key: the launch starts a server"
         raise config_error(recipe.location(KEY), problem, fix)
-    with translate((LookupError, TypeError, ValueError), unknown_version):
+    with translate_errors((LookupError, TypeError, ValueError), unknown_version):
         mode = answer.json()["vllm_config"]["model_config"]["logprobs_mode"]
     if recipe["vllm_importance_sampling_correction"] and recipe["temperature"] != 1 and mode != "processed_logprobs":
         problem = f"the log-probs of the vLLM server at {client.root} are {mode}, without the temperature"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import config_error, translate
+from grpo_recipes.errors import config_error, translate_errors
 from grpo_recipes.paths import display_path
 from grpo_recipes.rollouts.openai import CompletionClient, Failed, Sample, SamplingParameters
 from grpo_recipes.rollouts.turns import derive_seed
@@ -93,7 +93,9 @@ class CompletionsFile:
         self._file.seek(0)
         lines = dict(zip(self.done, self._file.read().splitlines(keepends=True), strict=True))
         temporary = self.path.with_name(f".{self.path.name}.sorted")
-        with translate(OSError, lambda error: config_error(_OUT, f"cannot be sorted ({error.strerror})", "make room")):
+        with translate_errors(
+            OSError, lambda error: config_error(_OUT, f"cannot be sorted ({error.strerror})", "make room")
+        ):
             temporary.write_bytes(b"".join(lines[index] for index in sorted(lines)))
             temporary.replace(self.path)
 
@@ -123,7 +125,7 @@ def open_completions(path: Path, rows: Sequence[Row], settings: Mapping[str, Any
             _OUT, f"cannot write {display_path(path)} ({error.strerror})", "choose a file that you may write"
         )
 
-    with translate(OSError, unwritable):
+    with translate_errors(OSError, unwritable):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = CompletionsFile(path, rows)
     locked = False
@@ -137,7 +139,7 @@ def open_completions(path: Path, rows: Sequence[Row], settings: Mapping[str, Any
         if path.stat().st_size:
             _check_settings(path, load_json_mapping(settings_file), json.loads(json.dumps(settings)))
             file.read()
-        with translate(OSError, unwritable):
+        with translate_errors(OSError, unwritable):
             write_json(settings_file, settings)
         yield file
     finally:

@@ -22,14 +22,14 @@ from urllib.parse import urlsplit
 import httpx2
 import openai
 
-from grpo_recipes.errors import config_error, translate
+from grpo_recipes.errors import config_error, translate_errors
 from grpo_recipes.numbers import is_logprob
 from grpo_recipes.process.async_sessions import bounded_client
 from grpo_recipes.process.listeners import OwnListener
 from grpo_recipes.process.waiting import wait_until
 from grpo_recipes.recipe.registry import SERVER_BACKENDS
 from grpo_recipes.rollouts.turns import derive_seed
-from grpo_recipes.secrets import masked
+from grpo_recipes.secrets import mask_secrets
 
 VLLM, SGLANG = SERVER_BACKENDS
 Message = dict[str, str]
@@ -266,7 +266,9 @@ class CompletionClient:
         path, body, parse = self._build_request(job, sampling)
         kinds = (AttributeError, LookupError, TypeError, ValueError)
         try:
-            with translate(kinds, lambda error: NoCompletion(f"an answer without token ids and log-probs ({error!r})")):
+            with translate_errors(
+                kinds, lambda error: NoCompletion(f"an answer without token ids and log-probs ({error!r})")
+            ):
                 return _validate_sample(*parse(await client.post(path, cast_to=object, body=body)))
         except NoCompletion as error:
             return Failed(str(error))
@@ -312,7 +314,7 @@ class CompletionClient:
         arguments: dict[str, Any] = {"model": self.model, "messages": list(messages)}
         finish_reason, deadline = None, time.monotonic() + self.timeout
         failures = (openai.APIError, httpx2.HTTPError)  # inside a stream, openai does not convert errors of httpx2
-        with translate(failures, lambda error: NoCompletion(_describe(error))), asyncio.Runner() as runner:
+        with translate_errors(failures, lambda error: NoCompletion(_describe(error))), asyncio.Runner() as runner:
             client = runner.run(self._make_client_in_loop(self.timeout, self.attempts - 1))
             try:
                 chunks = runner.run(client.chat.completions.create(**arguments, stream=True, extra_body=body))
@@ -409,4 +411,4 @@ def _describe(error: Exception) -> str:
     """Return an error's type and message, or the cause of a failed connection, as one line without secrets."""
     if isinstance(error, openai.APIConnectionError) and error.__cause__ is not None:
         error = error.__cause__ if isinstance(error.__cause__, Exception) else error
-    return masked(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".removesuffix(": "))
+    return mask_secrets(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".removesuffix(": "))

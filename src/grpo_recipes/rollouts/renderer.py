@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from grpo_recipes.errors import config_error, translate
+from grpo_recipes.errors import config_error, translate_errors
 from grpo_recipes.rollouts.turns import Message, Turn
 
 Tokens = list[int]
@@ -95,7 +95,7 @@ class Renderer:
         fix = "write a chat_template that can, or use environments without these roles"
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         problem = f"the template cannot render messages of the roles {roles}"
-        with translate(TemplateError, lambda error: config_error("chat_template", f"{problem}: {error}", fix)):
+        with translate_errors(TemplateError, lambda error: config_error("chat_template", f"{problem}: {error}", fix)):
             ids = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=generation, tokenize=True, return_dict=False, **options, **self._kwargs
             )

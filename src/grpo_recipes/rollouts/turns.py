@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.numbers import LARGEST_REWARD, reward_problem
+from grpo_recipes.numbers import LARGEST_REWARD, find_reward_problem
 
 Message = dict[str, str]  # role, content
 POLICY, BASE = "policy", "base"  # models that play opponents: the trained model, and its untrained base model
@@ -37,7 +37,7 @@ class Turn:
     """The seat of that opponent."""
 
     def __post_init__(self) -> None:
-        if problem := reward_problem(self.reward):
+        if problem := find_reward_problem(self.reward):
             raise config_error("environment", f"it gave the reward {problem}", f"return at most {LARGEST_REWARD:.0e}")
 
 

@@ -10,8 +10,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import config_error, translate
-from grpo_recipes.paths import home
+from grpo_recipes.errors import config_error, translate_errors
+from grpo_recipes.paths import find_code_root
 
 FROZEN_CODE = "code"  # folder with the code of a submitted run
 _GIT_SECONDS = 30.0
@@ -33,11 +33,11 @@ def read_code_state() -> dict[str, Any]:
     ``lock_sha256`` covers ``requirements/*.txt``. Without git, the commit comes from the file ``.commit`` of a
     container, or is None.
     """
-    commit_file = home() / ".commit"  # written by docker/install.sh, since a container's image has no git
+    commit_file = find_code_root() / ".commit"  # written by docker/install.sh, since a container's image has no git
     container_commit = commit_file.read_text().strip() if commit_file.is_file() else None
     commit = _run_git("rev-parse", "HEAD").strip() or container_commit
     patch = _run_git("diff", "HEAD", "--", "src", "training.sh") if commit else ""
-    locks = b"".join(path.read_bytes() for path in sorted((home() / "requirements").glob("*.txt")))
+    locks = b"".join(path.read_bytes() for path in sorted((find_code_root() / "requirements").glob("*.txt")))
     hashes = {"patch_sha256": patch.encode(), "lock_sha256": locks}
     digests = {key: hashlib.sha256(content).hexdigest() for key, content in hashes.items()}
     return {"commit": commit, "dirty": bool(patch), "patch": patch, **digests}
@@ -48,13 +48,13 @@ def _run_git(*arguments: str) -> str:
 
     Raise ConfigError after 30 seconds.
     """
-    fault = f"git took more than {_GIT_SECONDS:.0f} seconds to report the state of the code in {home()}"
+    fault = f"git took more than {_GIT_SECONDS:.0f} seconds to report the state of the code in {find_code_root()}"
     timed_out = config_error("code", fault, "check the disk of that folder")
     with (
         contextlib.suppress(OSError, subprocess.CalledProcessError),  # no git, or no repository
-        translate(subprocess.TimeoutExpired, lambda _: timed_out),
+        translate_errors(subprocess.TimeoutExpired, lambda _: timed_out),
     ):
         return subprocess.check_output(
-            ["git", *arguments], cwd=home(), stderr=subprocess.DEVNULL, text=True, timeout=_GIT_SECONDS
+            ["git", *arguments], cwd=find_code_root(), stderr=subprocess.DEVNULL, text=True, timeout=_GIT_SECONDS
         )
     return ""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.paths import newest_first
+from grpo_recipes.paths import sort_newest_first
 from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.runs.rundir import read_json
 
@@ -41,7 +41,7 @@ class RunGroup(ABC):
     def list_all(cls, root: Path) -> list[Self]:
         """Read the folders of this kind directly in ``root``, the newest first. Damaged folders are skipped."""
         groups = []
-        for path in newest_first(root.glob(f"*/{cls.record_file}")):
+        for path in sort_newest_first(root.glob(f"*/{cls.record_file}")):
             with contextlib.suppress(ConfigError):  # a damaged folder hides no other
                 groups.append(cls.read(path.parent))
         return groups

@@ -26,14 +26,14 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.errors import ConfigError, config_error, translate
-from grpo_recipes.paths import display_path, home, is_locked, newest_first
+from grpo_recipes.errors import ConfigError, config_error, translate_errors
+from grpo_recipes.paths import display_path, find_code_root, is_locked, sort_newest_first
 from grpo_recipes.process.tree import is_alive
 from grpo_recipes.process.waiting import wait_until
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.runs.code_version import FROZEN_CODE, hash_frozen_code, read_code_state
 from grpo_recipes.runs.health import LAST_STEPS, average_first_and_last, drop_missing, finite_number, mean
-from grpo_recipes.secrets import masked
+from grpo_recipes.secrets import mask_secrets
 
 _REPAIR = "restore it, or correct it by hand"
 # Keys of run.json and plan.json with the type and the name of the type that the code relies on.
@@ -88,7 +88,7 @@ class Run:
         """The keys in ``recipe.yaml``."""
         path = self.folder / "recipe.yaml"
         damaged = config_error(display_path(path), "is damaged (not a YAML mapping)", _REPAIR)
-        with translate((yaml.YAMLError, RecursionError), lambda _: damaged):
+        with translate_errors((yaml.YAMLError, RecursionError), lambda _: damaged):
             keys = (yaml.safe_load(path.read_text(errors="replace")) if path.is_file() else None) or {}
         if not isinstance(keys, dict):
             raise damaged
@@ -119,7 +119,7 @@ class Run:
         if job := self.job_id:
             names |= {f"slurm.{end}": f"logs/slurm_{job}.{end}" for end in ("out", "err")}
         # Names are relative to the folder of the launch, which is recorded for Slurm jobs only.
-        folders = [Path(self.job.get("working_folder", "")), Path(), home(), *self.folder.absolute().parents]
+        folders = [Path(self.job.get("working_folder", "")), Path(), find_code_root(), *self.folder.absolute().parents]
         paths: dict[str, Path] = {}
         for role, path in ((role, folder / name) for role, name in names.items() for folder in folders):
             if role not in paths and path.is_file():
@@ -138,7 +138,7 @@ class Run:
     def is_starting(self) -> bool:
         """Return whether a launch locks the run directory and has not written its summary yet."""
         lock, summary = self.folder / "lock", self.folder / "summary.json"
-        return self.is_running() and newest_first([lock, summary])[:1] == [lock]
+        return self.is_running() and sort_newest_first([lock, summary])[:1] == [lock]
 
     def numbers(self, key: str, last: int | None = None) -> list[float]:
         """Return a metric's values that are finite numbers, in all rows, or only in the ``last`` rows."""
@@ -173,16 +173,16 @@ def create_recorded_folder(folder: Path, failure: str, *inside: str) -> dict[str
     """
     fix, code = "set run_root or RUN_ROOT to a folder that you may write to", read_code_state()
     with (
-        translate(OSError, lambda error: config_error("run_root", f"{failure} ({error.strerror})", fix)),
+        translate_errors(OSError, lambda error: config_error("run_root", f"{failure} ({error.strerror})", fix)),
         contextlib.suppress(FileExistsError),
     ):
         folder.mkdir(parents=True, mode=0o700)
         for name in inside:
             (folder / name).mkdir(mode=0o700)
-        (folder / "code.patch").write_text(masked(code.pop("patch")))
-        entry_point = home() / f"run_{Path(sys.argv[0]).stem}_grpo.py"
+        (folder / "code.patch").write_text(mask_secrets(code.pop("patch")))
+        entry_point = find_code_root() / f"run_{Path(sys.argv[0]).stem}_grpo.py"
         program = ["python", entry_point.name] if entry_point.is_file() else ["grpo"]
-        return {"command": masked(shlex.join([*program, *sys.argv[1:]])), "code": code}
+        return {"command": mask_secrets(shlex.join([*program, *sys.argv[1:]])), "code": code}
     return None
 
 
@@ -214,7 +214,7 @@ def new_run(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Ru
 
 def list_runs(root: Path) -> list[Run]:
     """Return the runs directly in a folder, the latest launch first."""
-    return [Run(path.parent.absolute()) for path in newest_first(root.glob("*/run.json"))]
+    return [Run(path.parent.absolute()) for path in sort_newest_first(root.glob("*/run.json"))]
 
 
 def find_run(root: Path, which: str, where: str = "--resume", fix: str = "name a folder under run_root") -> Run:
@@ -299,9 +299,13 @@ def describe_code_change(run: Run) -> str | None:
     For a submitted run, the frozen code is compared with its state at the submission.
     """
     run_code = run.identity["code"]
-    if home() == run.folder / FROZEN_CODE:
+    if find_code_root() == run.folder / FROZEN_CODE:
         is_same = hash_frozen_code(run.folder) == run_code["frozen_sha256"]
-        return None if is_same else f"files under {display_path(home())} were changed after the run was submitted"
+        return (
+            None
+            if is_same
+            else f"files under {display_path(find_code_root())} were changed after the run was submitted"
+        )
     current_code = read_code_state()
     differences = {
         "commit": f"the run was made at commit {run_code['commit']}, the code is at {current_code['commit']}",
@@ -387,7 +391,7 @@ def _access_errors_as_config_errors(path: Path) -> contextlib.AbstractContextMan
     Access errors: the path is a folder, a part of it is not a folder, or permission is denied.
     """
     kinds = (IsADirectoryError, NotADirectoryError, PermissionError)
-    return translate(
+    return translate_errors(
         kinds, lambda error: config_error(display_path(path), f"cannot be used ({error.strerror})", _REPAIR)
     )
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from grpo_recipes.errors import translate
+from grpo_recipes.errors import translate_errors
 
 COMPLETIONS_PATH = "/grpo/completions"
 BYTES_PER_TOKEN = 8  # an id and a log-prob
@@ -63,7 +63,9 @@ def pack_completions(completions: Completions) -> bytes:
 
 def unpack_completions(body: bytes) -> Completions:
     """Decode the body of an answer to completions; raise ValueError if it contains none or is inconsistent."""
-    with translate(SafetensorError, lambda error: ValueError(f"{len(body)} bytes that are not completions ({error})")):
+    with translate_errors(
+        SafetensorError, lambda error: ValueError(f"{len(body)} bytes that are not completions ({error})")
+    ):
         arrays: dict[str, Any] = load(body)
     completions = Completions(arrays["lengths"], arrays["ids"], arrays.get("logprobs"))
     kinds = [None if array is None else (array.dtype.name, array.ndim) for array in completions]

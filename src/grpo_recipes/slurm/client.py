@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import ConfigError, Problem, config_error, translate
+from grpo_recipes.errors import ConfigError, Problem, config_error, translate_errors
 from grpo_recipes.process.reports import say
 from grpo_recipes.recipe.keys import SIGNAL_LEAD
 
@@ -60,8 +60,10 @@ def _run_command(*argv: str, seconds: float = _COMMAND_SECONDS, harmless_error: 
     exit code is ignored if standard error contains ``harmless_error``.
     """
     with (
-        translate(subprocess.TimeoutExpired, lambda _: SlurmError(f"did not answer within {seconds:.0f} seconds")),
-        translate(OSError, lambda error: _NotInstalled(f"does not run on this machine ({error.strerror})")),
+        translate_errors(
+            subprocess.TimeoutExpired, lambda _: SlurmError(f"did not answer within {seconds:.0f} seconds")
+        ),
+        translate_errors(OSError, lambda error: _NotInstalled(f"does not run on this machine ({error.strerror})")),
     ):
         done = subprocess.run(argv, capture_output=True, text=True, timeout=seconds, check=False)
     if done.returncode and (harmless_error is None or harmless_error not in done.stderr):
@@ -213,7 +215,7 @@ def find_queued_tasks(jobs: Iterable[int]) -> set[int]:
     The result is empty without jobs or without Slurm. Raise ConfigError if squeue fails.
     """
     ids = ",".join(map(str, jobs))
-    with translate(SlurmError, lambda error: config_error("squeue", str(error), "try again later")):
+    with translate_errors(SlurmError, lambda error: config_error("squeue", str(error), "try again later")):
         command = ("squeue", "--noheader", "--array", f"--jobs={ids}", "--format=%K")
         listed = query(*command, seconds=60) if ids else None
     return {int(line) for line in (listed or "").split() if line.isdigit()}
@@ -234,7 +236,7 @@ def read_cluster_name() -> str:
 def cancel_job(job_id: str) -> None:
     """Cancel a waiting or running job with scancel; raise ConfigError with Slurm's message if that fails."""
     fix = "inspect the job with squeue on the login node"
-    with translate(SlurmError, lambda error: config_error("scancel", str(error), fix)):
+    with translate_errors(SlurmError, lambda error: config_error("scancel", str(error), fix)):
         _run_command("scancel", job_id)
 
 
@@ -255,7 +257,7 @@ def submit(script: Path) -> int:
         fix = "check with squeue whether the job was submitted; its files were not removed"
         return MaybeSubmitted(Problem("sbatch", str(error), fix))
 
-    with translate(SlurmError, to_config_error):
+    with translate_errors(SlurmError, to_config_error):
         printed = _run_command("sbatch", "--parsable", str(script), seconds=_SBATCH_SECONDS)
         job = re.search(r"^(\d+)(;\S+)?$", printed, re.MULTILINE)  # some sites print additional lines
         if job is None:

@@ -19,7 +19,7 @@ from typing import Any
 from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.recipe.document import Value, convert_value, read_document
 from grpo_recipes.recipe.keys import SIGNAL_LEAD, SRUN_OPTIONS, nearest_of
-from grpo_recipes.secrets import secret_name, secret_value
+from grpo_recipes.secrets import contains_secret, is_secret_name
 from grpo_recipes.slurm.client import parse_walltime
 
 GPU_FLAG_STYLES = ("none", "gpus", "gres")
@@ -142,12 +142,12 @@ def _find_problems(key: str, value: Any, raw: Value) -> Iterator[Problem]:
                 yield Problem(source, f"'{name}' is not a valid variable name", "set NAME: value")
             elif not isinstance(text, str | int | float) or isinstance(text, bool):
                 yield Problem(source, f"{name}: expected a string, got {text!r}", "put the value in quotes")
-            elif secret_name(name) or secret_value(text):
+            elif is_secret_name(name) or contains_secret(text):
                 yield Problem(source, f"'{name}' contains a secret", "export it in your shell, since jobs inherit it")
         return
     for text in map(str, value if isinstance(value, list) else [value]):
         names = re.findall(r"(\w+)=", text) if isinstance(value, list) else []  # e.g. of --export=NAME=text
-        if secret_value(text) or any(map(secret_name, names)):
+        if contains_secret(text) or any(map(is_secret_name, names)):
             yield Problem(raw.source, f"'{key}' contains a possible secret", "export it as a variable instead")
         elif "\n" in text:
             yield Problem(raw.source, f"'{key}' must be a single line", "remove the line breaks")

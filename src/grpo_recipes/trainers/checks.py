@@ -13,7 +13,7 @@ from grpo_recipes.rewards.answers import get_completion_text
 from grpo_recipes.rewards.score import NOT_CALLED, RewardWrapper, Score
 from grpo_recipes.rollouts.backends import collect_sampling_keys
 from grpo_recipes.runs.checkpoints import find_newest_complete
-from grpo_recipes.secrets import masked
+from grpo_recipes.secrets import mask_secrets
 from grpo_recipes.trainer_protocol import Mode
 from grpo_recipes.trainers.metrics import append_json
 from grpo_recipes.trainers.model import get_local_shard
@@ -309,7 +309,7 @@ class Scoring:
             f"{share:.0%} of the completions of step {self._trainer.state.global_step + 1} "
             f"are unscored, more than reward_max_no_verdict: {self.max_unscored}. Reward '{worst.spec}' gave no "
             f"score for {sum(score.unscored for score in of_worst)} of {len(of_worst)}; most often: "
-            f"{masked(reason)} ({count}). See {self._file.name} in the run directory"
+            f"{mask_secrets(reason)} ({count}). See {self._file.name} in the run directory"
         )
 
 
@@ -323,10 +323,10 @@ def _collect_slow_rows(reward: RewardWrapper, prompts: list[Any], completions: l
         {
             "reward": reward.spec,
             "seconds": round(scores[row].seconds, 3),
-            "reason": masked(scores[row].reason or "") if scores[row].unscored else None,
+            "reason": mask_secrets(scores[row].reason or "") if scores[row].unscored else None,
             "replayed": scores[row].replayed,
-            "prompt": masked(get_completion_text(prompts[row]))[:_LONGEST_TEXT],
-            "completion": masked(get_completion_text(completions[row]))[:_LONGEST_TEXT],
+            "prompt": mask_secrets(get_completion_text(prompts[row]))[:_LONGEST_TEXT],
+            "completion": mask_secrets(get_completion_text(completions[row]))[:_LONGEST_TEXT],
         }
         for row in [*slow[:_SLOWEST], *unscored[:_MOST_ROWS]]
     ]

@@ -20,7 +20,7 @@ from trl import TrlParser, get_peft_config
 
 from grpo_recipes import smoke
 from grpo_recipes.data.prompts import make_renderer, shorten
-from grpo_recipes.errors import ConfigError, Problem, config_error, translate
+from grpo_recipes.errors import ConfigError, Problem, config_error, translate_errors
 from grpo_recipes.fetch.assets import MODEL, Assets, find_assets
 from grpo_recipes.paths import cache_root, shell_path
 from grpo_recipes.plan.devices import derive_batch
@@ -160,7 +160,7 @@ def _count_adapted_layers(recipe: Recipe, args: GRPOConfig, model_args: ModelCon
         problems = [replace(problem, where=recipe.location(problem.where)) for problem in error.problems]
         return ConfigError(*problems)
 
-    with translate(ConfigError, add_locations):
+    with translate_errors(ConfigError, add_locations):
         config = get_peft_config(model_args)
         assert isinstance(config, LoraConfig)  # the recipe has use_peft
         return check_adapter(model, config)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from grpo_recipes.algorithms import maxent
-from grpo_recipes.errors import config_error, translate
+from grpo_recipes.errors import config_error, translate_errors
 from grpo_recipes.evaluate.scores import accuracy, sum_weighted_rewards
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import OBJECTIVES, TAU_TARGETS, Objective, policy_per_token, tau_targets
@@ -172,7 +172,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         args = self.args
         if args.maxent_objective == "maxrl":
             fix = "rescale the reward to be at least 0, or set another maxent_objective"
-            with translate(ValueError, lambda error: config_error("maxent_objective", f"maxrl: {error}", fix)):
+            with translate_errors(ValueError, lambda error: config_error("maxent_objective", f"maxrl: {error}", fix)):
                 return maxent.compute_reward_shares(groups.rewards_PG.masked_fill(~groups.learns_PG, torch.nan))
         tau = self.tau
         assert tau is not None  # only maxrl has no temperature

@@ -27,7 +27,7 @@ from grpo_recipes.process.reports import PhaseFile
 from grpo_recipes.recipe.generated import recorded_columns, recorded_values
 from grpo_recipes.runs.rundir import read_rows, write_json
 from grpo_recipes.runs.stop_request import Stopped
-from grpo_recipes.secrets import masked
+from grpo_recipes.secrets import mask_secrets
 from grpo_recipes.trainers.checkpoints import capture_random_states, copy_containers, replace_contents
 from grpo_recipes.trainers.protocol import InnerTrainer
 
@@ -231,7 +231,7 @@ def _shorten_episode(record: dict[str, Any]) -> Any:
 
     def shorten(value: Any) -> Any:
         if isinstance(value, dict):
-            return {masked(str(name)): shorten(item) for name, item in value.items()}
+            return {mask_secrets(str(name)): shorten(item) for name, item in value.items()}
         if isinstance(value, list):
             return [shorten(item) for item in value]
         return _format_text(value, longest=longest) if isinstance(value, str) else to_json_number(value)
@@ -249,7 +249,7 @@ def _format_text(content: Any, roles: bool = False, longest: int = LONGEST_TEXT)
         texts = [text if isinstance(text, str) else json.dumps(text) for text in contents]
         heads = [f"[{message['role']}]\n" if roles else "" for message in content]
         content = "\n\n".join(head + text for head, text in zip(heads, texts, strict=True))
-    text = masked(content)
+    text = mask_secrets(content)
     excess = len(text) - longest
     return text if excess <= 0 else f"{text[:longest]} […{excess:,} more characters]"
 

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer import grpo_trainer
 
-from grpo_recipes.errors import config_error, translate
+from grpo_recipes.errors import config_error, translate_errors
 from grpo_recipes.recipe.configs import GRPOConfig, ModelConfig
 from grpo_recipes.trainers.protocol import InnerTrainer
 from grpo_recipes.trainers.rank import shards_weights
@@ -33,7 +33,9 @@ def as_config_error(
 
     Its message is ``problem`` and the error's text in one line.
     """
-    return translate(kinds, lambda error: config_error(where, f"{problem}: {' '.join(str(error).split())[:300]}", fix))
+    return translate_errors(
+        kinds, lambda error: config_error(where, f"{problem}: {' '.join(str(error).split())[:300]}", fix)
+    )
 
 
 def load_tokenizer(model_args: ModelConfig, args: GRPOConfig) -> PreTrainedTokenizerBase:

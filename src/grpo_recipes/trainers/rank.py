@@ -23,8 +23,8 @@ import torch
 import torch.distributed
 from accelerate import Accelerator
 
-from grpo_recipes.errors import ConfigError, config_error, printable, translate
-from grpo_recipes.paths import display_path, home
+from grpo_recipes.errors import ConfigError, config_error, mask_and_escape, translate_errors
+from grpo_recipes.paths import display_path, find_code_root
 from grpo_recipes.plan.types import MEETING_SECONDS
 from grpo_recipes.process.reports import PhaseFile, dump_stacks_on_signal
 from grpo_recipes.process.tree import die_with_parent
@@ -65,7 +65,7 @@ def recording_rank(folder: Path) -> Iterator[None]:
             cause = str(error.problems[0])
         else:
             cause += _find_user_line(error)
-        write_last_json(path, {**record, "exit": code, "cause": printable(cause), "time": time.time()})
+        write_last_json(path, {**record, "exit": code, "cause": mask_and_escape(cause), "time": time.time()})
         if not isinstance(error, SystemExit):
             traceback.print_exc()
         if (wandb := sys.modules.get("wandb")) is not None and wandb.run is not None:
@@ -95,7 +95,7 @@ def _end_collectives() -> bool:
 
 def _find_user_line(error: BaseException) -> str:
     """Return `` (file:line)`` of the innermost line of the user's code in the traceback, or an empty string."""
-    foreign = (sys.prefix, sys.base_prefix, str(home() / "src"), str(Path(__file__).parents[1]))
+    foreign = (sys.prefix, sys.base_prefix, str(find_code_root() / "src"), str(Path(__file__).parents[1]))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if os.path.isfile(frame.filename) and not frame.filename.startswith(foreign):
             return f" ({display_path(frame.filename)}:{frame.lineno})"
@@ -122,7 +122,7 @@ def wait_for_all_ranks(run_dir: Path, device: torch.device, seconds: float | Non
         cause = f"{ranks or 'a rank that does not answer'}; {fix}"
         return RuntimeError(f"the ranks do not meet over {backend} within {seconds:.0f} s: {cause}")
 
-    with translate(RuntimeError, name_missing_ranks):
+    with translate_errors(RuntimeError, name_missing_ranks):
         if backend == "gloo":
             torch.distributed.monitored_barrier(timeout=limit, wait_all_ranks=True)
         present = torch.ones(1, device=device)

@@ -14,7 +14,7 @@ from typing import Any
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
-from grpo_recipes.attributes import replaced
+from grpo_recipes.attributes import replace_attributes
 from grpo_recipes.trainer_protocol import Trainer
 from grpo_recipes.weights.client import BridgeClient
 from grpo_recipes.weights.file import FileClient
@@ -40,7 +40,7 @@ class ServerGeneration(Generation):
 
     def _init_vllm(self) -> None:
         """Connect as TRL does, with our client class in the place of ``VLLMClient`` in TRL's module."""
-        with replaced(vllm_generation, VLLMClient=partial(self._client_class, **self._client_settings)):
+        with replace_attributes(vllm_generation, VLLMClient=partial(self._client_class, **self._client_settings)):
             super()._init_vllm()
 
     def attach(self, trainer: Trainer) -> None:
@@ -64,4 +64,4 @@ def trl_building_client(client: type[BridgeClient], **settings: Any) -> Abstract
 
     ``settings`` are keyword arguments of the client.
     """
-    return replaced(grpo_trainer, VLLMGeneration=partial(ServerGeneration, client=client, settings=settings))
+    return replace_attributes(grpo_trainer, VLLMGeneration=partial(ServerGeneration, client=client, settings=settings))

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from trl.generation.vllm_client import VLLMClient
 
-from grpo_recipes.errors import translate
+from grpo_recipes.errors import translate_errors
 from grpo_recipes.process.answers import MAX_BYTES
 from grpo_recipes.process.sessions import secure_session
 from grpo_recipes.process.waiting import wait_until
@@ -181,7 +181,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         """Return the configuration that TRL reads, from a worker. Raise ServerError for a foreign vLLM."""
         foreign = "is it one that grpo launch started? Another vLLM of this name cannot take the trainer's weights"
         with (
-            translate(BadAnswer, lambda error: ServerError(f"{error}; {foreign}")),
+            translate_errors(BadAnswer, lambda error: ServerError(f"{error}; {foreign}")),
             self._translate_parse_errors("/collective_rpc"),
         ):
             return dict(self._repeat_through_restarts(partial(self.call_workers, "grpo_config"))[0])

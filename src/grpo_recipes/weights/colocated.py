@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
-from grpo_recipes.attributes import replaced
+from grpo_recipes.attributes import replace_attributes
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.learning import served_dtype
 from grpo_recipes.runs.stop_request import StopRequest
@@ -53,7 +53,7 @@ class ColocatedGeneration(SamplingSeeds, Generation):
         """Build the engine as TRL does, with our class in the place of ``LLM`` in TRL's module."""
         # Processes that sample together would not stop at the same token.
         stops = self._stop.cuts if self.tensor_parallel_size == 1 else None
-        with replaced(vllm_generation, LLM=partial(_make_engine, self._args, stops)):
+        with replace_attributes(vllm_generation, LLM=partial(_make_engine, self._args, stops)):
             super()._init_vllm()
 
     # --- weights ---------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class ColocatedGeneration(SamplingSeeds, Generation):
 
 def trl_building_colocated(**settings: Any) -> AbstractContextManager[None]:
     """Return a context manager in which TRL's trainer builds a ``ColocatedGeneration`` with these settings."""
-    return replaced(grpo_trainer, VLLMGeneration=partial(ColocatedGeneration, **settings))
+    return replace_attributes(grpo_trainer, VLLMGeneration=partial(ColocatedGeneration, **settings))
 
 
 def _make_engine(args: GRPOConfig, stops: Any, **kwargs: Any) -> "Engine":

@@ -13,7 +13,7 @@ from typing import Any
 import requests
 from trl.generation.vllm_client import VLLMClient
 
-from grpo_recipes.errors import translate
+from grpo_recipes.errors import translate_errors
 from grpo_recipes.runs.rundir import Run, load_json_mapping
 from grpo_recipes.weights.transport import QUICK_SECONDS, Answer, BadAnswer, ServerError
 
@@ -82,7 +82,7 @@ class ServerConnection(VLLMClient):
             text = str(error) if type(error) is ValueError else repr(error)
             return self._make_bad_answer(path, f"gave no usable answer: {text[:_MAX_TEXT]}")
 
-        return translate(kinds, bad_answer)
+        return translate_errors(kinds, bad_answer)
 
     def _retry(self, request: Callable[[], Answer]) -> Answer:
         """Call ``request`` up to 3 times, with growing pauses after a BadAnswer; raise the last BadAnswer."""

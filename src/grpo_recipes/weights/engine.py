@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from grpo_recipes.attributes import replaced
+from grpo_recipes.attributes import replace_attributes
 
 
 class Engine(LLM):
@@ -40,7 +40,7 @@ class Engine(LLM):
                 row.seed = seed
             sampling_params = rows
             self.reset_prefix_cache()  # a cache hit changes the last bits, and a resumed run would not have it
-        with replaced(self.llm_engine, step=partial(self._step_unless_stopped, self.llm_engine.step)):
+        with replace_attributes(self.llm_engine, step=partial(self._step_unless_stopped, self.llm_engine.step)):
             return super().generate(prompts, sampling_params=sampling_params, **kwargs)
 
     def _step_unless_stopped(self, step: Callable[[], Any]) -> Any:

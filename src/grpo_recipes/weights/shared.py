@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from grpo_recipes.errors import translate
+from grpo_recipes.errors import translate_errors
 from grpo_recipes.server.plugin import get_gpu_uuid, import_tensor, map_memory, match_rows, view_tensor
 from grpo_recipes.trainer_protocol import Trainer
 from grpo_recipes.weights.client import BridgeClient
@@ -116,7 +116,7 @@ class SharedClient(BridgeClient):
         keys = ("weight_sync_timeout", "server_request_timeout")
         limit, key = min((getattr(self._args, key), key) for key in keys)
         cause = "'shared' waits before each step until the server has no request left, and one does not end"
-        with translate(ServerLate, lambda error: ServerError(f"{error} ({key}): {cause}")):
+        with translate_errors(ServerLate, lambda error: ServerError(f"{error} ({key}): {cause}")):
             self.pause("wait", timeout=limit)
 
     def release(self) -> None:

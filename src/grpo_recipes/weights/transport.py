@@ -19,7 +19,7 @@ import numpy as np
 import requests
 from urllib3.exceptions import ProtocolError
 
-from grpo_recipes.errors import translate
+from grpo_recipes.errors import translate_errors
 from grpo_recipes.process.sessions import BoundedAdapter, RejectedResponse
 from grpo_recipes.server.wire import Completions
 
@@ -74,8 +74,8 @@ class ServerAdapter(BoundedAdapter):
             return kind(f"lost the connection to the vLLM server in {path} ({error})")
 
         connection_errors = (requests.ReadTimeout, requests.ConnectionError, requests.exceptions.ChunkedEncodingError)
-        unwanted = translate(RejectedResponse, lambda error: BadAnswer(f"the vLLM server {error} (in {path})"))
-        with translate(connection_errors, failure), unwanted:
+        unwanted = translate_errors(RejectedResponse, lambda error: BadAnswer(f"the vLLM server {error} (in {path})"))
+        with translate_errors(connection_errors, failure), unwanted:
             response = self._send(request, kwargs)
         if response.status_code >= 500 and not self._is_healthy(request):
             raise ServerLost(f"the engine of the vLLM server is dead: {response.status_code} in {path}")

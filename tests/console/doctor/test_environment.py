@@ -11,7 +11,7 @@ import pytest
 
 from grpo_recipes.console.doctor import environment
 from grpo_recipes.console.doctor.examine import Machine, NoAnswer
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.recipe.keys import catalogue_trl
 
 
@@ -22,7 +22,7 @@ def recorded(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
 
     def make(**changes: str) -> None:
-        (tmp_path / environment.RECORD).write_text(json.dumps({**real, "root": str(home()), **changes}))
+        (tmp_path / environment.RECORD).write_text(json.dumps({**real, "root": str(find_code_root()), **changes}))
 
     return make
 

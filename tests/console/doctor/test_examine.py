@@ -13,11 +13,11 @@ import pytest
 from grpo_recipes.console.doctor import DEEP, MACHINE, RECIPE, RUN
 from grpo_recipes.console.doctor.examine import NoAnswer, examine, format_findings, get_check_name
 from grpo_recipes.errors import ConfigError, Problem
-from grpo_recipes.paths import home, nearest_existing_folder
+from grpo_recipes.paths import find_code_root, nearest_existing_folder
 from grpo_recipes.process.reports import format_bytes
 from grpo_recipes.runs.endings import OK, PROBLEM, WARNING, Finding, combine_findings, ok, problem, warning
 
-sys.path.insert(0, str(home() / "scripts"))
+sys.path.insert(0, str(find_code_root() / "scripts"))
 from documentation import tables
 
 SECRET = "hf_" + "a" * 30
@@ -122,7 +122,7 @@ def test_every_check_has_a_name_of_its_own_and_one_line_that_describes_it():
 
 
 def test_the_documentation_has_a_row_a_check():
-    page = (home() / "docs/troubleshooting.md").read_text()
+    page = (find_code_root() / "docs/troubleshooting.md").read_text()
     for subject, checks in (("machine", MACHINE + DEEP), ("recipe", RECIPE), ("run", RUN)):
         assert f"<!-- doctor {subject} -->" in page
         table = tables.doctor_table(subject)

@@ -83,7 +83,7 @@ def test_the_result_of_an_earlier_push_does_not_count(
     publish: Callable[[], str], run_dir: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish()
-    monkeypatch.setattr(module, "python_module", lambda *_: ["false"])
+    monkeypatch.setattr(module, "module_command", lambda *_: ["false"])
     assert "NOT published (the push process died)" in publish()
 
 

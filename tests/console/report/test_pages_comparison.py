@@ -22,7 +22,7 @@ from grpo_recipes.console.report.pages import (
 )
 from grpo_recipes.console.report.read import Group, Scored, read_run
 from grpo_recipes.console.report.run_charts import METRICS, Metric, make_metric_chart
-from grpo_recipes.stats import half_interval
+from grpo_recipes.stats import t_interval_half_width
 
 from .synthetic_runs import make_run
 from .test_pages_run import Page
@@ -89,7 +89,7 @@ def test_a_group_is_drawn_as_mean_and_interval_over_its_seeds(tmp_path: Path) ->
     assert curve.line[1] == pytest.approx(sum(at_two) / 5)
     low, high = curve.band[0][1], curve.band[1][1]
     assert low is not None and high is not None
-    assert (high - low) / 2 == pytest.approx(half_interval(at_two))
+    assert (high - low) / 2 == pytest.approx(t_interval_half_width(at_two))
 
 
 def test_seeds_of_different_lengths_are_averaged_where_they_are(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from grpo_recipes import cli
 from grpo_recipes.console.sweep.folder import Sweep
 from grpo_recipes.console.sweep.run import SignalForwarder
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 from grpo_recipes.runs.rundir import read_json, write_json
@@ -68,7 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.skip("the smoke recipe is planned for CPU")
     for name in (*READ_VARIABLES, *environment_keys()):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("CACHE_ROOT", str(home() / ".cache"))
+    monkeypatch.setenv("CACHE_ROOT", str(find_code_root() / ".cache"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

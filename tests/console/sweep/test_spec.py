@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from grpo_recipes.console.sweep.spec import SweepSpec, make_trials, read_axes
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 
-MATH = home() / "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml"
+MATH = find_code_root() / "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml"
 
 
 def values(word: str) -> list[str]:

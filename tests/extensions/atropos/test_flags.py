@@ -18,7 +18,7 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.extensions.atropos import main as atropos
 from grpo_recipes.extensions.atropos.flags import FIELDS, FLAGS, VARIABLES, flag_rows, variable_rows
 from grpo_recipes.extensions.atropos.main import BASE, VERBOSITY, AtroposLaunch
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
@@ -255,7 +255,7 @@ def test_several_faults_are_said_at_once() -> None:
 def test_without_a_recipe_the_defaults_are_those_of_the_example_trainer() -> None:
     door = read(*NEEDED)
     recipe = recipe_of(door)
-    assert door.options.recipe == str(home() / BASE)
+    assert door.options.recipe == str(find_code_root() / BASE)
     expected = {
         "max_steps": 10, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 32, "learning_rate": 1e-5,
         "warmup_steps": 0.0, "lr_scheduler_type": "constant_with_warmup", "optim": "adamw_torch", "epsilon": 0.2,
@@ -392,7 +392,7 @@ def test_something_must_send_groups(tmp_path: Path) -> None:
         "file.py:Class, or --atropos-url URL of a run-api with your environments"
     )
     assert refused("--model-name", "smoke:sums") == [message]
-    assert refused("--config", str(home() / "recipes/smoke/grpo.yaml")) == [message]
+    assert refused("--config", str(find_code_root() / "recipes/smoke/grpo.yaml")) == [message]
 
 
 def test_an_own_environment_is_a_class_in_a_file(tmp_path: Path) -> None:

@@ -20,12 +20,12 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.extensions.colocated import main as colocated
 from grpo_recipes.extensions.colocated.main import DETAILS
 from grpo_recipes.launch.rendezvous import Meeting
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.devices import Resources, environment_device
 from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 from grpo_recipes.slurm.client import SlurmJob
 
-SMOKE = str(home() / "recipes/smoke/grpo.yaml")
+SMOKE = str(find_code_root() / "recipes/smoke/grpo.yaml")
 MATH = "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml"
 OURS = ("--use_vllm", "true", "--vllm_mode", "colocate", "--num_processes")
 ADDRESS = "10.1.2.3"
@@ -158,8 +158,8 @@ def test_the_recipe_is_the_named_one_that_of_config_the_usual_file_or_the_defaul
 
     assert recipe() == SMOKE
     machine(1)
-    assert recipe() == str(home() / MATH)
-    assert recipe("--task", "maxent") == str(home() / MATH.replace("/grpo/", "/maxent/"))
+    assert recipe() == str(find_code_root() / MATH)
+    assert recipe("--task", "maxent") == str(find_code_root() / MATH.replace("/grpo/", "/maxent/"))
     usual = tmp_path / colocated.USUAL
     usual.parent.mkdir()
     usual.touch()
@@ -292,7 +292,7 @@ def test_help_names_every_flag(capsys) -> None:
     flags = ["--gpus", "--nodes", "--node-rank", "--master-addr", "--master-port", "--config", "--log-level"]
     flags += ["--node-timeout", "--redirect-output", "--dry-run"]
     assert all(f"{flag} " in told for flag in flags)
-    assert re.findall(r"^\| `(--[\w-]+)` \|", (home() / "docs/migrate.md").read_text(), re.MULTILINE) == flags
+    assert re.findall(r"^\| `(--[\w-]+)` \|", (find_code_root() / "docs/migrate.md").read_text(), re.MULTILINE) == flags
 
 
 def test_a_misspelt_level_is_refused_with_the_levels(capsys) -> None:
@@ -302,7 +302,7 @@ def test_a_misspelt_level_is_refused_with_the_levels(capsys) -> None:
 
 def door(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the script in the repository's root with the Python of these tests."""
-    command = [sys.executable, str(home() / "run_colocated_grpo.py"), *arguments]
+    command = [sys.executable, str(find_code_root() / "run_colocated_grpo.py"), *arguments]
     environment = {**os.environ, "ENV_DIR": sys.prefix, **variables}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 

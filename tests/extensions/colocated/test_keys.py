@@ -11,7 +11,7 @@ import yaml
 from grpo_recipes.errors import Problem
 from grpo_recipes.extensions.colocated.keys import CONVERTERS
 from grpo_recipes.extensions.migrate.migrate import is_translated, migrate
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.recipe import Recipe, merge_recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.converters import names
@@ -39,7 +39,7 @@ batch_size: 64
 max_iterations: 5000
 sync_frequency: 100
 """
-PAGE = home() / "docs/migrate.md"
+PAGE = find_code_root() / "docs/migrate.md"
 SETTINGS = list(CONVERTERS[0].table.by_name)
 SECTIONS = ("vllm_config", "fsdp_config")
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from rotation import ROTATES
 
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 
-sys.path.insert(0, str(home()))
+sys.path.insert(0, str(find_code_root()))
 import run_tests
 import smoke_test
 import test_gpu_integration
@@ -28,7 +28,7 @@ def checkout(tmp_path: Path) -> Path:
     """Create a folder with the scripts; each test adds its own files."""
     for name in SCRIPTS:
         (tmp_path / "here" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(home() / name, tmp_path / "here" / name)
+        shutil.copy(find_code_root() / name, tmp_path / "here" / name)
     return tmp_path / "here"
 
 
@@ -112,7 +112,7 @@ def test_the_named_tests_exist_and_have_names_of_their_own() -> None:
     assert len(set(names)) == 7
     for test in run_tests.TESTS.values():
         path, _, name = test.partition("::")
-        assert f"\ndef {name}(" in (home() / path).read_text()
+        assert f"\ndef {name}(" in (find_code_root() / path).read_text()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpo_recipes import smoke
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 
 pytest.importorskip("hydra")
 
@@ -94,4 +94,6 @@ def test_a_gpu_that_is_not_there_is_refused_and_never_replaced(command: str, tmp
 
 def test_the_script_of_the_guide_is_the_module_of_these_tests() -> None:
     for script in ("run_offline_grpo.py", "src/offline_grpo.py"):
-        assert 'continue_in_environment("grpo_recipes.extensions.offline.main")' in (home() / script).read_text()
+        assert (
+            'continue_in_environment("grpo_recipes.extensions.offline.main")' in (find_code_root() / script).read_text()
+        )

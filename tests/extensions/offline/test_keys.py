@@ -9,7 +9,7 @@ import yaml
 
 from grpo_recipes.extensions.offline import keys as offline
 from grpo_recipes.extensions.problems.seeded import GENERATORS, SCHEME
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.registry import rewards
 
@@ -23,7 +23,7 @@ def flat(nested: dict[str, Any], start: str = "") -> dict[str, Any]:
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    values = flat(yaml.safe_load((home() / "conf/offline_grpo.yaml").read_text()))
+    values = flat(yaml.safe_load((find_code_root() / "conf/offline_grpo.yaml").read_text()))
     values |= {key.replace("__", "."): value for key, value in changes.items()}
     for key, value in values.items():
         if isinstance(value, str) and value.startswith("${"):

@@ -11,7 +11,7 @@ from golden import compare_messages, golden_files
 
 from grpo_recipes import cli
 from grpo_recipes.fetch.assets import find_assets, list_assets
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.recipe import Recipe, read_recipe
 from grpo_recipes.recipe.check import check, notes
 from grpo_recipes.recipe.keys import catalogue
@@ -66,7 +66,7 @@ def test_its_reward_tells_right_from_wrong(task: str, tmp_path: Path, capsys: py
     assert int(cells[1]) > 60 and int(cells[4]) >= 60
 
 
-RECIPES = home() / "recipes/Qwen2.5-0.5B-Instruct"
+RECIPES = find_code_root() / "recipes/Qwen2.5-0.5B-Instruct"
 
 
 @pytest.mark.parametrize("task", ["countdown", "graph_coloring"])

@@ -25,7 +25,7 @@ from grpo_recipes.extensions.problems.seeded import (
     satisfies,
 )
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.smoke import split
+from grpo_recipes.smoke import split_sums
 
 DEFAULTS = Settings.read(lambda key: catalogue()[key]["default"])
 # Hashes of the rows of seeds 1000 to 1063 as JSON. Changes in a generator or in Python's random module change them.
@@ -69,7 +69,7 @@ def test_arithmetic_is_right() -> None:
 
 def test_sums_are_those_of_the_smoke_task() -> None:
     problems = rows("seeded:sums", "train", replace(DEFAULTS, problem_seeds=1500))
-    train, test = split()
+    train, test = split_sums()
     assert {(problem["problem"], problem["answer"]) for problem in train + test} == {
         (problem["problem"], problem["answer"]) for problem in problems
     }

@@ -27,10 +27,10 @@ from grpo_recipes.console.doctor.examine import (
     apply_first_rule,
     find_installed_version,
 )
-from grpo_recipes.errors import translate
+from grpo_recipes.errors import translate_errors
 from grpo_recipes.fetch.hub import endpoint, is_offline
 from grpo_recipes.launch.resolve import OFFLINE_WANDB, needs_wandb
-from grpo_recipes.paths import display_path, home
+from grpo_recipes.paths import display_path, find_code_root
 from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.ports import DEFAULT_PORTS, find_listener, is_port_free, plan_ports
 from grpo_recipes.plan.preflight import cuda_packages_with_cpu_torch
@@ -90,7 +90,7 @@ def environment(machine: Machine) -> Finding:
         return warning(message, f"{_SETUP}, unless you manage this environment yourself (ENV_ACTIVATE, CONDA_ENV)")
     record = json.loads((prefix / RECORD).read_text())
     device, recorded_python, root = record.get("flavour"), record.get("python"), record.get("root")
-    lock, installed_device = home() / "requirements" / _LOCKS.get(device, ""), machine.device or "missing"
+    lock, installed_device = find_code_root() / "requirements" / _LOCKS.get(device, ""), machine.device or "missing"
     changed = lock.is_file() and hashlib.sha256(lock.read_bytes()).hexdigest() != record.get("lock")
     return apply_all_rules(
         f"{device}, in {display_path(prefix)}, matches requirements/{lock.name}, Python {version}",
@@ -108,7 +108,7 @@ def environment(machine: Machine) -> Finding:
         ),
         (changed, PROBLEM, f"requirements/{lock.name} changed since it was installed", _SETUP),
         (recorded_python != version, PROBLEM, f"made for Python {recorded_python}, but this is {version}", _SETUP),
-        (root != str(home()), WARNING, f"it runs the code in {root}, not in {home()}", _SETUP),
+        (root != str(find_code_root()), WARNING, f"it runs the code in {root}, not in {find_code_root()}", _SETUP),
     )
 
 
@@ -117,7 +117,7 @@ def versions(machine: Machine) -> Finding:
 
     Another version is a warning. A missing package, another TRL, and CUDA packages next to a CPU torch are problems.
     """
-    lock = home() / "requirements" / _LOCKS.get(machine.device or "", "none")
+    lock = find_code_root() / "requirements" / _LOCKS.get(machine.device or "", "none")
     text = lock.read_text() if lock.is_file() else ""
     locked = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s,;]+)", text, re.MULTILINE))
     versions_here = {name: version for name in _NEEDED if (version := find_installed_version(name))}
@@ -221,7 +221,7 @@ def code(machine: Machine) -> Finding:
     state = read_code_state()
     if state["commit"] is None:
         fix = "use a git clone, or build the image with --build-arg COMMIT"
-        return warning(f"{home()} is not a git repository: runs can't record their code", fix)
+        return warning(f"{find_code_root()} is not a git repository: runs can't record their code", fix)
     return ok(
         state["commit"][:12] + (", with uncommitted changes (each run stores the patch)" if state["dirty"] else "")
     )
@@ -241,7 +241,7 @@ def imports(machine: Machine) -> Finding:
         output = str(getattr(error.__cause__, "stdout", ""))
         return NoAnswer(f"{['its start', *started(output)][-1]} did not end within {machine.timeout:.0f} s")
 
-    with translate(NoAnswer, timeout_error):
+    with translate_errors(NoAnswer, timeout_error):
         done = machine.run_program(sys.executable, "-P", "-c", _IMPORTS, variables=variables)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"ended by signal {-done.returncode}"]

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import ConfigError, translate
+from grpo_recipes.errors import ConfigError, translate_errors
 from grpo_recipes.process.scratch import node_folder
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import run_root
 from grpo_recipes.runs.endings import OK, PROBLEM, WARNING, Finding, combine_findings, ok, problem, warning
-from grpo_recipes.secrets import masked
+from grpo_recipes.secrets import mask_secrets
 
 Check = Callable[[Any], Finding]
 _MARKS = {OK: "ok", WARNING: "warn", PROBLEM: "PROBLEM"}
@@ -79,7 +79,7 @@ class Machine:
         if shutil.which(argv[0]) is None:
             return subprocess.CompletedProcess(argv, 127, "", "")
         timed_out = NoAnswer(f"{Path(argv[0]).name} did not answer within {self.timeout:.0f} s")
-        with translate(subprocess.TimeoutExpired, lambda _: timed_out):
+        with translate_errors(subprocess.TimeoutExpired, lambda _: timed_out):
             return subprocess.run(
                 argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
                 timeout=self.timeout, check=False, env=variables or {**os.environ, "LC_ALL": "C"},
@@ -150,7 +150,7 @@ def examine(checks: Sequence[Check], subject: Any, seconds: float) -> dict[str, 
         findings: list[Finding] = []
         with record_errors_as_findings(findings):
             findings.append(check(subject))
-        value, fix = (" ".join(masked(text).split()) for text in (findings[0].value, findings[0].fix))
+        value, fix = (" ".join(mask_secrets(text).split()) for text in (findings[0].value, findings[0].fix))
         results[get_check_name(check)] = Finding(findings[0].status, value, fix)
 
     # Daemon threads: a check that hangs on a dead file system must not keep the command from ending.

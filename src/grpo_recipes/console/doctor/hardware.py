@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 
 from grpo_recipes.console.doctor.examine import Machine, NoAnswer, apply_first_rule, record_errors_as_findings
-from grpo_recipes.errors import translate
-from grpo_recipes.paths import cache_root, display_path, home, nearest_existing_folder
+from grpo_recipes.errors import translate_errors
+from grpo_recipes.paths import cache_root, display_path, find_code_root, nearest_existing_folder
 from grpo_recipes.plan import preflight
 from grpo_recipes.plan.devices import select_gpus
 from grpo_recipes.process.reports import format_bytes
@@ -108,7 +108,7 @@ def slurm(machine: Machine) -> Finding:
         return ok("no Slurm here")
     # One row per partition and state of its nodes.
     fix = "load the site's Slurm module, or ask the admins: sbatch will fail too"
-    with translate(NoAnswer, lambda error: NoAnswer(str(error), fix)):
+    with translate_errors(NoAnswer, lambda error: NoAnswer(str(error), fix)):
         rows = machine.read_table("|", _NODE_FIELDS, "sinfo", "-h", "-o", "%R|%l|%D|%G|%T|%N")
     if not shutil.which("sbatch"):
         return warning("sinfo exists, but sbatch does not", "load the site's Slurm module, or work on the login node")
@@ -127,7 +127,7 @@ def slurm(machine: Machine) -> Finding:
     number = sum(usable.values())
     up = f"{number} node{'s' * (number != 1)} up" + (f", lost: {', '.join(names.values())}" if lost else "")
     findings.append(apply_first_rule(up, (lost and not usable, PROBLEM, "sinfo -R gives the reason; ask the admins")))
-    header = re.search(r"^#SBATCH --time=(\S+)", (home() / "training.sh").read_text(), re.MULTILINE)
+    header = re.search(r"^#SBATCH --time=(\S+)", (find_code_root() / "training.sh").read_text(), re.MULTILINE)
     longest = (parse_walltime(header[1]) if header else None) or 0.0
     for name, limit in {row["partition"]: row["time limit"] for row in (usable_rows if gpu_types else rows)}.items():
         if (parse_walltime(limit) or math.inf) < longest:  # a job that requests more stays pending

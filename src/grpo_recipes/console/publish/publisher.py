@@ -17,13 +17,13 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 
 from grpo_recipes.console.publish.push import WAITS, Target, list_model_files
-from grpo_recipes.paths import display_path, python_module
+from grpo_recipes.paths import display_path, module_command
 from grpo_recipes.plan.commands import base_environment, hub_environment
 from grpo_recipes.process.reports import say
 from grpo_recipes.runs.health import average_first_and_last, finite_number
 from grpo_recipes.runs.rundir import Run, finish_summary, load_json_mapping, write_json
-from grpo_recipes.secrets import masked
-from grpo_recipes.stats import result_line
+from grpo_recipes.secrets import mask_secrets
+from grpo_recipes.stats import format_result
 
 _MAX_PUSH = 2 * 3600.0  # seconds of a push with all attempts
 _MAX_ROWS = 12  # rows of the reward table in a model card
@@ -42,7 +42,7 @@ def publish_model(target: Target | None, run_dir: Path, environment: Mapping[str
         if target:
             result = _run_push(target, run_dir, environment)
     except Exception as error:  # for example a full disk
-        result = {"error": masked(f"{type(error).__name__}: {error}")}
+        result = {"error": mask_secrets(f"{type(error).__name__}: {error}")}
     if target is None:
         return f"; no model card ({result['error']})" if result else ""
     finish_summary(run_dir, published=result)
@@ -70,7 +70,7 @@ def _run_push(target: Target, run_dir: Path, environment: Mapping[str, str]) -> 
     write_json(job, {"target": asdict(target), "model": model, "result": result, "waits": WAITS})
     # This process gets the user's login.
     login = {**base_environment(environment), **hub_environment(environment), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    argv = python_module("grpo_recipes.console.publish.push", str(job))
+    argv = module_command("grpo_recipes.console.publish.push", str(job))
     with (folder / "push.log").open("ab") as log:
         child = subprocess.Popen(
             argv, env=login, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -127,9 +127,9 @@ def render_card(run_dir: Path) -> str:
         datasets=[source for source in sources if source["kind"] == "dataset" and source["id"] in trained_on],
         sources=sources, step=rows[-1]["step"] if rows else 0, last=rows[-1].get("max_steps") if rows else None,
         measured={"reward, first 3 steps": first, "reward, last 5 steps": last, **evaluations},
-        benchmarks={name: result_line(result) for name, result in (run.summary.get("benchmarks") or {}).items()},
+        benchmarks={name: format_result(result) for name, result in (run.summary.get("benchmarks") or {}).items()},
         rewards=rewards, rows_per_line=-(-len(rewards) // _MAX_ROWS),
         versions=[f"{name} {versions[name]}" for name in _VERSIONS if name in versions],
         recipe=recipe, fence="`" * max(3, longest_fence + 1),  # longer than any fence inside the recipe
     )  # fmt: skip
-    return masked(text)
+    return mask_secrets(text)

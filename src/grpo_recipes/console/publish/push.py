@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.errors import config_error, translate
+from grpo_recipes.errors import config_error, translate_errors
 from grpo_recipes.fetch.hub import endpoint, explain_unreachable_hub, format_error_line, hub_answers, limit_every_wait
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import Recipe
@@ -127,7 +127,7 @@ def _get_account(where: str, option: str, environment: Mapping[str, str]) -> tup
 
     limit_every_wait(_CHECK_TIMEOUT)
     api, message = HfApi(endpoint=endpoint(environment)), f"{option} needs a login, which the hub did not confirm"
-    with translate(
+    with translate_errors(
         _list_hub_errors(), lambda error: config_error(where, f"{message} ({format_error_line(error)})", _LOGIN)
     ):
         return api.whoami(), api

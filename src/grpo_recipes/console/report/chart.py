@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from grpo_recipes.console.report.page import ENOUGH_SEEDS, clamp, format_number, format_points, use_minus_signs
 from grpo_recipes.console.report.read import Column, Scored, Table
 from grpo_recipes.runs.health import drop_missing, mean
-from grpo_recipes.stats import half_interval
+from grpo_recipes.stats import t_interval_half_width
 
 WIDTH, HEIGHT = 2000, 1000
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
@@ -163,7 +163,7 @@ def make_curve(
         line = [mean(column) for column in columns]
         if len(tables) < ENOUGH_SEEDS:
             return Curve(label, xs, line, colour, kind, faint=lines)
-        band = make_band(line, [half_interval(column) for column in columns], limits)
+        band = make_band(line, [t_interval_half_width(column) for column in columns], limits)
         return Curve(label, xs, line, colour, kind, band=band, band_label="95 %")
     values, line = tables[0].column(name), lines[0]
     if not behind:

@@ -8,7 +8,7 @@ from grpo_recipes.cli import command, option
 from grpo_recipes.cli.follow import find_run
 from grpo_recipes.console.report.pages import write_comparison, write_report
 from grpo_recipes.console.sweep.folder import RECORD, Sweep, format_table, write_sweep_page
-from grpo_recipes.errors import config_error, translate
+from grpo_recipes.errors import config_error, translate_errors
 from grpo_recipes.paths import display_path
 
 
@@ -25,7 +25,9 @@ def report(options: argparse.Namespace) -> int:
     """
     folders = [find_run(name).folder if name == "last" else Path(name) for name in options.runs]
     fix = "use a file that you may write"
-    with translate(OSError, lambda error: config_error("--out", f"can't write the page ({error.strerror})", fix)):
+    with translate_errors(
+        OSError, lambda error: config_error("--out", f"can't write the page ({error.strerror})", fix)
+    ):
         if len(folders) == 1 and os.path.isfile(folders[0] / RECORD):
             sweep = Sweep.read(folders[0])
             page, results = write_sweep_page(sweep, options.out)

@@ -22,8 +22,8 @@ from markupsafe import Markup, escape
 
 from grpo_recipes.process.reports import plural
 from grpo_recipes.runs.health import finite_number, mean, percent
-from grpo_recipes.secrets import masked, masked_environment
-from grpo_recipes.stats import half_interval, score_names
+from grpo_recipes.secrets import mask_environment, mask_secrets
+from grpo_recipes.stats import score_names, t_interval_half_width
 
 NOTHING = "\u2013"  # an en dash
 SMOKE_BADGE = ("smoke test, not an experiment", "smoke")
@@ -85,7 +85,7 @@ def format_mean(
 
     ``text`` formats a number. A single value is formatted without an interval.
     """
-    half, center = half_interval(values), mean(values)
+    half, center = t_interval_half_width(values), mean(values)
     if half is None or center is None:
         return text(center)
     if len(values) < ENOUGH_SEEDS:
@@ -132,18 +132,18 @@ def _finalize(value: Any) -> Any:
     return (
         value
         if isinstance(value, Markup)
-        else re.sub(_HIDDEN, lambda match: _format_char_code(match[0]), masked(str(value)))
+        else re.sub(_HIDDEN, lambda match: _format_char_code(match[0]), mask_secrets(str(value)))
     )
 
 
 def format_recipe_value(value: Any) -> str:
     """Return a recipe value as text with secrets masked: strings unchanged, other values as JSON."""
-    return masked(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    return mask_secrets(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def format_command(process: dict[str, Any]) -> str:
     """Return the command of a planned process as shell input: its variables, then its words, with secrets masked."""
-    variables = masked_environment(process.get("environment") or {})
+    variables = mask_environment(process.get("environment") or {})
     lines = [f"{name}={shlex.quote(text)}" for name, text in variables.items()]
     return " \\\n  ".join([*lines, shlex.join(process.get("argv") or [])])
 
@@ -160,8 +160,8 @@ def _load_templates() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined, finalize=_finalize,
     )  # fmt: skip
     functions = (
-        format_number, percent, format_duration, plural, format_points, finite_number, mean, half_interval, format_mean,
-        render_model_text, format_recipe_value, format_command, score_names, masked,
+        format_number, percent, format_duration, plural, format_points, finite_number, mean, t_interval_half_width,
+        format_mean, render_model_text, format_recipe_value, format_command, score_names, mask_secrets,
     )  # fmt: skip
     templates.filters |= {function.__name__: function for function in functions}
     templates.filters["quoted"] = shlex.quote

@@ -39,7 +39,7 @@ from grpo_recipes.runs.endings import reward_fix
 from grpo_recipes.runs.health import find_notices, finite_number, percent
 from grpo_recipes.runs.metric import Metric
 from grpo_recipes.runs.rundir import Run, read_json, write_atomically
-from grpo_recipes.stats import half_interval, score_names
+from grpo_recipes.stats import score_names, t_interval_half_width
 
 # Status -> its symbol, and the start of the sentence about the reward.
 _STATUSES = {
@@ -368,7 +368,7 @@ def make_comparison_headline(groups: Sequence[Group], ranked: bool) -> str:
         return " against ".join(group.label for group in groups[:3]) + (" and others" if len(groups) > 3 else "")
     first, second = sorted(ended, key=lambda group: -statistics.fmean(group.finals))[:2]
     reward, other = (format_mean(group.finals, limits=group.limits) for group in (first, second))
-    halves = [half_interval(group.finals) for group in (first, second)]
+    halves = [t_interval_half_width(group.finals) for group in (first, second)]
     gap = statistics.fmean(first.finals) - statistics.fmean(second.finals)
     if None not in halves and sum(half or 0.0 for half in halves) < gap:
         return f"{first.label} ends highest, at reward {reward}; next is {second.label} at {other}."

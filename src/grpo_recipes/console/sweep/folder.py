@@ -50,7 +50,7 @@ from grpo_recipes.runs.rundir import (
     write_atomically,
     write_json,
 )
-from grpo_recipes.secrets import masked
+from grpo_recipes.secrets import mask_secrets
 
 RECORD = "sweep.json"
 FOLDER = "sweeps"  # under run_root
@@ -159,7 +159,7 @@ def create_sweep(
         "timestamp": stamp,
         **start_record,
         "recipe": str(recipe.path.absolute()),
-        "flags": [masked(flag) for flag in spec.flags],
+        "flags": [mask_secrets(flag) for flag in spec.flags],
         "axes": {key: list(values) for key, values in spec.axes.items()},
         "fingerprint": hash_sweep(spec, trials),
         "jobs": [],

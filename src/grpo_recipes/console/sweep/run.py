@@ -22,7 +22,7 @@ from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error
 from grpo_recipes.launch import submission
 from grpo_recipes.launch.attempt import SUBMITTED
 from grpo_recipes.launch.resolve import note_job
-from grpo_recipes.paths import display_path, python_module, shell_path
+from grpo_recipes.paths import display_path, module_command, shell_path
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.ports import require_named_ports
@@ -382,7 +382,7 @@ def run_trial(
     output is appended to ``log``, or goes to the output of this process if ``log`` is None.
     """
     folder = sweep.trial_dir(index)
-    argv = python_module("grpo_recipes", "launch", "--resume", str(folder))
+    argv = module_command("grpo_recipes", "launch", "--resume", str(folder))
     code = forwarder.run(argv, {**environment, **submission.frozen_environment(folder, environment)}, log)
     summary = read_json(folder / "summary.json")
     if code and summary.get("status") == SUBMITTED:  # the launch recorded nothing itself

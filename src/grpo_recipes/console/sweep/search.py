@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_recipes.console.sweep import folder as sweeps
 from grpo_recipes.console.sweep.spec import Search, Span, SweepSpec, Trial, make_trial_name, prefix_number
-from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error, translate
+from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error, translate_errors
 from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
@@ -60,7 +60,7 @@ class Proposals:
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         path, fix = self.sweep.folder / STORAGE, "restore it, or begin another search with --new"
-        with translate(
+        with translate_errors(
             (ValueError, KeyError), lambda error: config_error(display_path(path), f"damaged ({error})", fix)
         ):
             storage = optuna.storages.JournalStorage(JournalFileBackend(str(path)))

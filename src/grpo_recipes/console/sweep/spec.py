@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from grpo_recipes.console.report.pages import BOOKKEEPING_KEYS
-from grpo_recipes.errors import ConfigError, Problem, collect, config_error, translate
+from grpo_recipes.errors import ConfigError, Problem, collect_results, config_error, translate_errors
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import missing_requirement, resolve_recipe
 from grpo_recipes.recipe.converters import ALIASES, key_problem
@@ -109,7 +109,7 @@ def read_axes(words: Sequence[str], flags: Iterable[str]) -> dict[str, list[str]
         if key in fixed:
             raise config_error(word, f"can't be combined with --{key}", "keep one of the two")
 
-    collect(words, read)
+    collect_results(words, read)
     if not axes:
         raise config_error("sweep", "no key is varied", "add keys and values, e.g. learning_rate=1e-6,3e-6")
     count = math.prod(map(len, axes.values()))
@@ -144,7 +144,7 @@ def read_search_space(words: Sequence[str], flags: Iterable[str]) -> tuple[dict[
         spans[key] = _read_span(key, span, word)
         return f"{key}={span[2]},{span[3]}"
 
-    return read_axes(collect(words, replace_span), flags), spans
+    return read_axes(collect_results(words, replace_span), flags), spans
 
 
 def _read_span(key: str, match: re.Match[str], word: str) -> Span:
@@ -157,7 +157,7 @@ def _read_span(key: str, match: re.Match[str], word: str) -> Span:
     kind = "whole numbers" if whole else "numbers"
     example = "1..8" if whole else "1e-6..1e-4"
     fix = f"use {key}={example}, or {key}=log:{example} for a log scale"
-    with translate(ValueError, lambda _: config_error(word, f"'{match[0]}' is not a range of {kind}", fix)):
+    with translate_errors(ValueError, lambda _: config_error(word, f"'{match[0]}' is not a range of {kind}", fix)):
         low, high = ((int if whole else float)(end) for end in match.group(2, 3))
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise config_error(word, f"{match[2]} is not below {match[3]}", "put the lower end first")
@@ -188,12 +188,16 @@ def _read_axis(word: str) -> tuple[str, list[str]]:
     if problem := key_problem(key, word):
         raise ConfigError(problem)
     fix = f"quote a whole value, e.g. '{key}=\"a,b\",c'"
-    with translate(csv.Error, lambda error: config_error(word, f"its quotes or line ends are wrong ({error})", fix)):
+    with translate_errors(
+        csv.Error, lambda error: config_error(word, f"its quotes or line ends are wrong ({error})", fix)
+    ):
         # As in a CSV file, a value with a comma is quoted.
         parts = [part.strip() for row in csv.reader([text], strict=True, skipinitialspace=True) for part in row]
     if not parts or "" in parts:
         raise config_error(word, "has an empty value", f"put values between commas, e.g. {key}=A,B; null for none")
-    values = collect(parts, lambda part: _read_range(key, part, word) if is_number(key) and ".." in part else [part])
+    values = collect_results(
+        parts, lambda part: _read_range(key, part, word) if is_number(key) and ".." in part else [part]
+    )
     return key, [*itertools.chain.from_iterable(values)]
 
 

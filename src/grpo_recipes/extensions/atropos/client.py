@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from grpo_recipes.errors import translate
+from grpo_recipes.errors import translate_errors
 from grpo_recipes.extensions.atropos.connection import (
     AtroposError,
     Connection,
@@ -272,7 +272,7 @@ class AtroposClient:
         if content["batch"] is None:
             self._count_stolen()
             return None
-        with translate(ValueError, lambda error: AtroposError(f"run-api at {self.url} handed out {error}")):
+        with translate_errors(ValueError, lambda error: AtroposError(f"run-api at {self.url} handed out {error}")):
             groups = [Group.from_json(entry) for entry in content["batch"]]
         self._count_batch(groups)
         return groups

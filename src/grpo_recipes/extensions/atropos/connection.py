@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import requests
 from urllib3.exceptions import ConnectTimeoutError, HTTPError, NewConnectionError
 
-from grpo_recipes.errors import translate
+from grpo_recipes.errors import translate_errors
 from grpo_recipes.process.sessions import BoundedAdapter
 from grpo_recipes.process.waiting import wait_until
 
@@ -90,7 +90,7 @@ class Connection:
 
         data = None if body is None else json.dumps(body, allow_nan=False).encode()
         headers = {} if data is None else {"Content-Type": "application/json"}
-        with translate((requests.RequestException, HTTPError, TimeoutError), failed):
+        with translate_errors((requests.RequestException, HTTPError, TimeoutError), failed):
             response = self._session.request(method, self.url + path, data=data, headers=headers, timeout=limit)
         self.seconds[path] = time.monotonic() - started
         return response
@@ -123,7 +123,9 @@ class Connection:
         shown = describe_response(response)
         if response.status_code != 200:
             raise AtroposError(f"run-api rejected {response.url}: {shown}")
-        with translate(ValueError, lambda _: AtroposError(f"the server at {response.url} is not a run-api: {shown}")):
+        with translate_errors(
+            ValueError, lambda _: AtroposError(f"the server at {response.url} is not a run-api: {shown}")
+        ):
             return json.loads(response.content)
 
     def try_get(self, path: str, body: Any = None) -> tuple[dict[str, Any], str]:

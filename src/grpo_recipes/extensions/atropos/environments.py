@@ -39,7 +39,7 @@ from grpo_recipes.extensions.atropos.server import (
     generation_params,
     record_requests,
 )
-from grpo_recipes.numbers import reward_problem
+from grpo_recipes.numbers import find_reward_problem
 from grpo_recipes.recipe.keys import catalogue, nearest_of
 from grpo_recipes.recipe.registry import SOURCE_REWARD, rewards
 from grpo_recipes.recipe.user_code import copy_path, spec_problem
@@ -276,7 +276,7 @@ def _token_advantages(episodes: Sequence[Episode], turn_scores: Sequence[Sequenc
 def _turn_scores(score: float | Sequence[float]) -> list[float]:
     """Return the score of each turn, or the only score of an episode as a list; ValueError if one is not finite."""
     scores = [float(value) for value in (score if isinstance(score, Sequence) else [score])]
-    problem = next(filter(None, map(reward_problem, scores)), None) or reward_problem(math.fsum(scores))
+    problem = next(filter(None, map(find_reward_problem, scores)), None) or find_reward_problem(math.fsum(scores))
     if not scores or problem:
         reason = problem or "it is empty"
         raise ValueError(

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from grpo_recipes.errors import Problem, config_error
-from grpo_recipes.errors import translate as translate_error
+from grpo_recipes.errors import translate_errors as translate_error
 from grpo_recipes.extensions.atropos.flags import ADAPTERS, AUTO, FIELDS, FLAGS, MODE, SHARED, VARIABLES
 from grpo_recipes.extensions.atropos.verl import trainers_of
 from grpo_recipes.recipe.converters.table import Row, Setting, Settings, whole_number

@@ -25,7 +25,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from grpo_recipes.errors import ConfigError, config_error, translate
+from grpo_recipes.errors import ConfigError, config_error, translate_errors
 from grpo_recipes.recipe.rules import NEUTRAL_SAMPLING
 from grpo_recipes.server.middleware import GENERATE_PATH, SAMPLING_VARIABLE
 from grpo_recipes.server.wire import LOWEST_LOGPROB
@@ -107,7 +107,7 @@ def read_request(body: Mapping[str, Any], longest: int, sampling: Mapping[str, A
         first = error.errors()[0]
         return config_error(GENERATE_PATH, f"{'.'.join(map(str, first['loc']))}: {first['msg']}", "correct the value")
 
-    with translate(ValidationError, list_problem):
+    with translate_errors(ValidationError, list_problem):
         return CompletionRequest(prompt=prompt, stream=False, **values)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_recipes.numbers import LARGEST_REWARD, LOWEST_LOGPROB, reward_problem
+from grpo_recipes.numbers import LARGEST_REWARD, LOWEST_LOGPROB, find_reward_problem
 
 UNTRAINED = -100  # mask of a token that is not trained on
 UNTRAINED_LOGPROB = 1.0  # log-prob of such a token; real log-probs are never positive
@@ -231,12 +231,12 @@ def _number_problem(group: Group) -> str | None:
     for index, score in enumerate(group.scores):
         if isinstance(score, bool) or not isinstance(score, int | float):
             return f"trajectory {index}: score {score!r}"
-        if problem := reward_problem(_to_float(score)):
+        if problem := find_reward_problem(_to_float(score)):
             return f"trajectory {index}: score {problem}"
     for name in ("advantages", "ref_logprobs"):
         values = flat.columns.get(name)
         if values is not None and (wrong := ~(np.abs(values) <= LARGEST_REWARD)).any():
-            problem = reward_problem(float(values[np.argmax(wrong)]))
+            problem = find_reward_problem(float(values[np.argmax(wrong)]))
             return f"trajectory {flat.row(wrong)}: {problem} among its {name}"
     return None
 

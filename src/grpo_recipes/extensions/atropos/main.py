@@ -22,14 +22,14 @@ from grpo_recipes.cli.entry_points import (
 )
 from grpo_recipes.cli.nodes import reject_other_launchers
 from grpo_recipes.cli.runs import launch_options
-from grpo_recipes.errors import ConfigError, Problem, config_error, translate
+from grpo_recipes.errors import ConfigError, Problem, config_error, translate_errors
 from grpo_recipes.extensions.atropos.flag_keys import PORT, Translation, translate_counts
 from grpo_recipes.extensions.atropos.flag_keys import translate as translate_flags
 from grpo_recipes.extensions.atropos.flags import COMMAND, FLAGS, MODE, SCRIPT, SHARED, VARIABLES, help_of
 from grpo_recipes.extensions.atropos.recipe import ATROPOS_ENVIRONMENTS
 from grpo_recipes.extensions.atropos.rules import takes_groups
 from grpo_recipes.launch.run import launch
-from grpo_recipes.paths import display_path, home
+from grpo_recipes.paths import display_path, find_code_root
 from grpo_recipes.plan.devices import Resources, count_generation_completions, find_resources, format_trainers
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.process.reports import can_reach
@@ -78,16 +78,16 @@ def read(arguments: list[str]) -> AtroposLaunch:
         raise ConfigError(*problems)
     recipe = recipe_name(options)  # still None to resume a run without --config
     if not recipe and options.resume is None:
-        recipe = os.environ.get("CONFIG") or str(home() / BASE)
+        recipe = os.environ.get("CONFIG") or str(find_code_root() / BASE)
     resources = find_resources(os.environ)
     device, in_job = resources.device, resources.job is not None
-    uses_base = recipe == str(home() / BASE)
+    uses_base = recipe == str(find_code_root() / BASE)
     values, notes = _read_values(options, uses_base)
     explicit = frozenset(ALIASES.get(name, name) for name, _ in read_flags(flags, []))
     translation = Translation(values, explicit, os.environ, uses_base, options.read_variables, device, in_job)
     mode = translate_flags(translation, environment_flags)
     if recipe is not None:
-        with translate(ConfigError, lambda error: with_flags_of(error, {}, {"RECIPE": "--config"})):
+        with translate_errors(ConfigError, lambda error: with_flags_of(error, {}, {"RECIPE": "--config"})):
             file = choose_recipe(recipe, os.environ, GRPO, device)
         merged, _ = merge_recipe(file, flags, os.environ, device, translation.keys)
         translate_counts(translation, lambda key: merged.values[key].value, mode)
@@ -103,7 +103,7 @@ def read(arguments: list[str]) -> AtroposLaunch:
     variables |= _last_run_variables(translation) if options.resume == "last" else {}
     launching = launch_options(options, display_path(recipe) if recipe else None, flags, keys=translation.keys)
     request = AtroposLaunch(launching, resources, variables, [*notes, *translation.notes, *gpu_notes])
-    with translate(ConfigError, lambda error: _rename_keys(error, translation.keys)):
+    with translate_errors(ConfigError, lambda error: _rename_keys(error, translation.keys)):
         return _check(request) if recipe else request
 
 
@@ -114,7 +114,7 @@ def _launch(request: AtroposLaunch) -> int:
     if request.api_url and not request.options.dry_run and not can_reach(request.api_url, os.environ):
         fix = "start it with run-api --port PORT, or remove --atropos-url: the launch starts one"
         raise config_error("--atropos-url", f"Atropos API not reachable at {request.api_url}", fix)
-    with translate(ConfigError, lambda error: _rename_keys(error, request.options.keys)):
+    with translate_errors(ConfigError, lambda error: _rename_keys(error, request.options.keys)):
         return launch(request.options, request.resources)
 
 

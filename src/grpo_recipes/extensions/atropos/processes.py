@@ -20,7 +20,7 @@ from grpo_recipes.extensions.atropos.recipe import (
     uses_atropos,
 )
 from grpo_recipes.extensions.atropos.rules import packing_problems
-from grpo_recipes.paths import python_module
+from grpo_recipes.paths import module_command
 from grpo_recipes.plan.devices import count_generation_completions
 from grpo_recipes.plan.ports import LOOPBACK, Ports
 from grpo_recipes.plan.roles import Roles
@@ -60,7 +60,7 @@ def _run_api_process(plan: Plan, names: Names) -> Process | None:
     address = ("--host", LOOPBACK, "--port", str(port))  # its default is all interfaces
     return Process(
         RUN_API,
-        python_module("atroposlib.cli.run_api", *address),
+        module_command("atroposlib.cli.run_api", *address),
         dict(_FEW_THREADS),
         (),
         f"logs/liv_run-api_{names.run}_{names.timestamp}.log",
@@ -84,7 +84,7 @@ def _environment_processes(recipe: Recipe, plan: Plan, names: Names) -> list[Pro
     return [
         Process(
             f"{ENVIRONMENT}{label}",
-            python_module("grpo_recipes.extensions.atropos.serve", str(index), *addresses),
+            module_command("grpo_recipes.extensions.atropos.serve", str(index), *addresses),
             {**_FEW_THREADS, **_WITHOUT_WANDB},
             (),
             f"logs/liv_env-{label}_{names.run}_{names.timestamp}.log",

@@ -27,7 +27,7 @@ from atroposlib.envs.base import BaseEnv
 from pydantic import BaseModel, ValidationError
 from tenacity import RetryError
 
-from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error, translate
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error, translate_errors
 from grpo_recipes.extensions.atropos.access import ENDLESS
 from grpo_recipes.extensions.atropos.environments import (
     ArithmeticEnv,
@@ -257,7 +257,7 @@ def _replace_values(base: BaseModel, values: Mapping[str, Any]) -> Any:
         details = [(".".join(map(str, detail["loc"])), detail["msg"]) for detail in error.errors()]
         return ConfigError(*[Problem(f"{ARGS}.{name}", message, "correct it") for name, message in details])
 
-    with translate(ValidationError, list_problems):
+    with translate_errors(ValidationError, list_problems):
         return type(base)(**{**base.model_dump(), **values})
 
 

@@ -37,7 +37,7 @@ from tenacity import (
 )  # fmt: skip
 from transformers import AutoTokenizer
 
-from grpo_recipes.errors import translate
+from grpo_recipes.errors import translate_errors
 from grpo_recipes.process.async_sessions import bounded_client
 from grpo_recipes.process.reports import say
 from grpo_recipes.recipe.rules import NEUTRAL_SAMPLING
@@ -263,7 +263,7 @@ class RunServer(APIServer):
             retry=retry_if_exception(_may_recover), stop=stop_after_delay(patience), before_sleep=lost,
             wait=wait_exponential(multiplier=_FIRST_PAUSE, max=_LONGEST_PAUSE) + wait_random(0, _FIRST_PAUSE),
         )  # fmt: skip
-        with translate(RetryError, gone):
+        with translate_errors(RetryError, gone):
             async for attempt in attempts:
                 with attempt:
                     response = await create(model=model, extra_body=body, extra_headers=self._authorization())
@@ -294,7 +294,7 @@ def _describe_error(error: BaseException | None) -> str:
 def _read_completions(response: Any, count: int) -> list[tuple[list[int], list[float], str]]:
     """Return token ids, log-probs and finish reason of each completion; _Unusable if any of them is missing."""
     malformed = (AttributeError, LookupError, TypeError, ValueError)
-    with translate(malformed, lambda error: _Unusable(f"its answer has no token ids with log-probs ({error})")):
+    with translate_errors(malformed, lambda error: _Unusable(f"its answer has no token ids with log-probs ({error})")):
         completions = [
             (list(choice.token_ids), list(choice.logprobs.token_logprobs), str(choice.finish_reason))
             for choice in response.parse().choices

@@ -17,9 +17,9 @@ from grpo_recipes.cli import Parser, load_command, option, recipe_name, run_repo
 from grpo_recipes.cli.entry_points import LaunchRequest, unknown_flags, with_flags_of, with_gpus
 from grpo_recipes.cli.nodes import NODE_OPTIONS, NodeFlags, read_nodes, reject_other_launchers
 from grpo_recipes.cli.runs import launch_options
-from grpo_recipes.errors import ConfigError, Problem, config_error, translate
+from grpo_recipes.errors import ConfigError, Problem, config_error, translate_errors
 from grpo_recipes.launch.run import launch
-from grpo_recipes.paths import display_path, home
+from grpo_recipes.paths import display_path, find_code_root
 from grpo_recipes.plan.devices import Resources, find_resources, format_trainers
 from grpo_recipes.process.reports import say
 from grpo_recipes.recipe.check import choose_recipe
@@ -155,10 +155,14 @@ def _recipe(options: argparse.Namespace, device: str) -> str | None:
     name = recipe_name(options)
     if options.resume is not None:
         return name
-    if not name and not os.environ.get("CONFIG") and any((folder / USUAL).is_file() for folder in (Path(), home())):
+    if (
+        not name
+        and not os.environ.get("CONFIG")
+        and any((folder / USUAL).is_file() for folder in (Path(), find_code_root()))
+    ):
         name = USUAL
     task = requested_task(os.environ, options.task).task or GRPO
-    with translate(ConfigError, lambda error: with_flags_of(error, {}, _OPTION_NAMES)):
+    with translate_errors(ConfigError, lambda error: with_flags_of(error, {}, _OPTION_NAMES)):
         return display_path(choose_recipe(name, {**os.environ, DEFAULT_RECIPE: "1"}, task, device))
 
 
@@ -166,7 +170,7 @@ def _launch(request: ColocatedLaunch) -> int:
     """Print the notes and launch the run; return its exit code."""
     request.announce()
     keys = {key: value for key, value in request.options.keys.items() if value.source != PROGRAM}
-    with translate(ConfigError, lambda error: with_flags_of(error, keys, _OPTION_NAMES)):
+    with translate_errors(ConfigError, lambda error: with_flags_of(error, keys, _OPTION_NAMES)):
         return launch(request.options, request.resources)
 
 
@@ -185,7 +189,7 @@ def _redirect_output(file: str | None) -> Iterator[None]:
         problem = f"can't write '{file}' ({error.strerror})"
         return config_error("--redirect-output", problem, "use a file that you may write")
 
-    with translate(OSError, unwritable):
+    with translate_errors(OSError, unwritable):
         target = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     say(f"the output goes to {display_path(file)}")
     _flush()

@@ -14,7 +14,7 @@ from grpo_recipes.extensions.environments.episode import Episode
 from grpo_recipes.extensions.environments.rows import evaluation_episodes
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.rollouts.backends import Prompt, Sampling, Tokens, problem_seed
-from grpo_recipes.secrets import masked
+from grpo_recipes.secrets import mask_secrets
 
 _ROUNDING = 1e-6  # tolerance for rewards that are sums
 
@@ -74,7 +74,7 @@ def result_rows(
 def _completion_text(episode: Episode) -> str:
     """Return the messages after the first observation, one per line, with secrets masked."""
     messages = episode.transcript()[len(episode.opening) :]
-    return masked("\n".join(f"[{message['role']}] {message['content']}" for message in messages))
+    return mask_secrets("\n".join(f"[{message['role']}] {message['content']}" for message in messages))
 
 
 def play_benchmark(source: Any, runner: Any, name: str, rows: list[dict[str, Any]]) -> None:

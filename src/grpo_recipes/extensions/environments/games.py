@@ -16,7 +16,7 @@ from typing import Any
 
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.extensions.environments import secret_mafia
-from grpo_recipes.numbers import reward_problem
+from grpo_recipes.numbers import find_reward_problem
 from grpo_recipes.rollouts.turns import BASE, POLICY, SCRIPTED, Environment, Noise, Turn, derive_seed, restoring_noise
 
 _BRACKETED = re.compile(r"\[[^\[\]\n]{1,60}\]")
@@ -56,7 +56,7 @@ class Game(Environment):
         """
         self._rewards = {kind: game_args.pop(f"{kind}_reward", 0.0) for kind in ("legal", "illegal", "useful")}
         for kind, reward in self._rewards.items():
-            if type(reward) not in (int, float) or reward_problem(reward):
+            if type(reward) not in (int, float) or find_reward_problem(reward):
                 raise _argument_error(f"{kind}_reward: {reward!r} is not a valid reward", "set a number")
 
     def _take_seats(self, game_args: dict[str, Any]) -> None:

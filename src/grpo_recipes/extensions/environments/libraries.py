@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.numbers import reward_problem
+from grpo_recipes.numbers import find_reward_problem
 from grpo_recipes.rollouts.turns import Environment, Noise, Turn, derive_seed
 
 _MAX_SIGNATURE = 200  # characters of a signature in a message
@@ -162,7 +162,7 @@ class _ReasoningTask(Environment):
                 score, failed = float(self._dataset.score_answer(answer, self._entry)), ""
             except Exception as error:  # some scorers fail on answers they can't parse: score 0, and show the error
                 score, failed = 0.0, repr(error)
-        if problem := reward_problem(score):
+        if problem := find_reward_problem(score):
             raise config_error("environment", f"{self._name} returned the reward {problem}", "remove this dataset")
         info = {"correct": float(score == 1), "answered": float(answer is not None)}
         texts = {"answer": str(self._entry["answer"])} | ({"scorer": failed} if failed else {})
@@ -235,7 +235,7 @@ class _OpenEnvServer(Environment):
             value = observation[name]
         text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False)
         reward = float(result.reward or 0.0)
-        if problem := reward_problem(reward):
+        if problem := find_reward_problem(reward):
             raise config_error("environment", f"{self._url} returned the reward {problem}", "correct the server")
         messages = [] if result.done else [{"role": "user", "content": text}]
         return Turn(messages, reward, bool(result.done), {"end": text} if result.done else {})

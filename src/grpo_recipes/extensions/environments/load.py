@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.extensions.environments.libraries import LIBRARIES, load_library, need_arguments
-from grpo_recipes.numbers import LARGEST_REWARD, reward_problem
+from grpo_recipes.numbers import LARGEST_REWARD, find_reward_problem
 from grpo_recipes.recipe.user_code import load_object, split_spec
 from grpo_recipes.rollouts.turns import Environment, Message, Noise, Turn, seeded_noise
 
@@ -45,7 +45,7 @@ class _UserEnvironment(Environment):
         if not isinstance(answer, tuple) or len(answer) not in (3, 4):
             raise self._error("step", answer)
         observation, reward, done, info = (*answer, {})[:4]
-        if isinstance(reward, bool | str) or not hasattr(reward, "__float__") or reward_problem(float(reward)):
+        if isinstance(reward, bool | str) or not hasattr(reward, "__float__") or find_reward_problem(float(reward)):
             raise self._error(
                 "step",
                 reward,

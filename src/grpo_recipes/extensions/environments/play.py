@@ -16,7 +16,7 @@ from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.process.terminal import strip_control_codes
 from grpo_recipes.recipe.sources import source_of
 from grpo_recipes.rollouts.turns import Turn
-from grpo_recipes.secrets import masked
+from grpo_recipes.secrets import mask_secrets
 
 _CALL = '{"name": "...", "arguments": {...}}'
 
@@ -105,4 +105,4 @@ class _Table:
 
 def _print(text: str) -> None:
     """Print a text with secrets masked and control characters made visible."""
-    print(strip_control_codes(masked(text)), flush=True)
+    print(strip_control_codes(mask_secrets(text)), flush=True)

@@ -65,4 +65,4 @@ def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: 
 
 
 if __name__ == "__main__":
-    smoke.make(Path(sys.argv[1]), phases=smoke.MAFIA_PHASES, on_games=pretrain)
+    smoke.make_smoke_task(Path(sys.argv[1]), phases=smoke.MAFIA_PHASES, on_games=pretrain)

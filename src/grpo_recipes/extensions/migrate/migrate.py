@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.errors import Problem, config_error, translate
+from grpo_recipes.errors import Problem, config_error, translate_errors
 from grpo_recipes.paths import display_path
 from grpo_recipes.recipe import converters, merge_recipe, sort_problems
 from grpo_recipes.recipe.check import check
@@ -31,7 +31,7 @@ from grpo_recipes.recipe.registry import PACKAGE_KEYS, benchmark_problem, missin
 from grpo_recipes.recipe.rules import EMBEDDINGS, NEUTRAL_SAMPLING, REPORTERS
 from grpo_recipes.recipe.tasks import requested_task, with_task
 from grpo_recipes.recipe.user_code import source_path
-from grpo_recipes.secrets import masked, secret_value
+from grpo_recipes.secrets import contains_secret, mask_secrets
 
 _NEEDED = ("model_name_or_path", "dataset_name", "dataset_mixture", "reward_funcs")  # kept even if their value is wrong
 _LOADERS = ("json", "csv", "parquet", "text")  # loaders instead of a dataset name; another setting has the files
@@ -69,7 +69,7 @@ class Line:
 
         A setting that is left out becomes a comment, and its value is left out if it may be a secret.
         """
-        if not self.kept and (_LOGIN.search(self.name) or secret_value(self.value)):
+        if not self.kept and (_LOGIN.search(self.name) or contains_secret(self.value)):
             return f"# not translated: {self.name}: {self.why}\n"
         setting = {self.key if self.kept else self.name: self.value}
         yaml_text = yaml.dump(setting, Dumper=_Dumper, allow_unicode=True, sort_keys=False, width=10**6)
@@ -126,7 +126,7 @@ class Migration:
         if self.unwritten:
             messages.append(f"write {display_path(self.rewards_file)}: {', '.join(self.unwritten)}")
         messages += [f"to fill in: {problem.what} ({problem.fix})" for problem in self.problems]
-        return [f"grpo: {masked(message)}" for message in messages]
+        return [f"grpo: {mask_secrets(message)}" for message in messages]
 
     def get(self, key: str) -> Line | None:
         """Return the line that sets ``key``; None if no line does."""
@@ -181,7 +181,7 @@ def _read_settings(source: Path, problems: list[Problem]) -> dict[str, Any]:
     """Return the settings of a TOML or YAML file; ConfigError for invalid TOML, problems of YAML go to ``problems``."""
     if source.suffix == ".toml":
         error = config_error(source.name, "is not valid TOML", "correct it there")
-        with translate((tomllib.TOMLDecodeError, UnicodeDecodeError), lambda _: error):
+        with translate_errors((tomllib.TOMLDecodeError, UnicodeDecodeError), lambda _: error):
             return tomllib.loads(source.read_text(encoding="utf-8"))
     return _join_settings({name: setting.value for name, setting in read_file(source, problems).items()})
 
@@ -244,7 +244,7 @@ def _list(value: Any) -> list[Any]:
 def _translate_setting(name: str, value: Any) -> list[Line]:
     """Return the lines that replace one setting, or one line with the reason for leaving it out."""
     last = name.rpartition(".")[2]
-    if _LOGIN.search(last) or secret_value(value):
+    if _LOGIN.search(last) or contains_secret(value):
         return [Line(name, None, name, "export it as a variable, because recipes contain no secrets", kept=False)]
     meaning = converters.meaning_of(name)
     left_out = partial(Line, name, value, name, kept=False)

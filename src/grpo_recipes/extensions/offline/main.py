@@ -34,10 +34,10 @@ from grpo_recipes.cli.entry_points import launch_command, one_node_options, unkn
 from grpo_recipes.cli.nodes import reject_other_launchers
 from grpo_recipes.cli.runs import launch_options
 from grpo_recipes.cli.sweeps import FlagsOf, need_sweeper
-from grpo_recipes.errors import ConfigError, Problem, config_error, translate
+from grpo_recipes.errors import ConfigError, Problem, config_error, translate_errors
 from grpo_recipes.extensions.offline import keys as offline
 from grpo_recipes.launch.run import launch
-from grpo_recipes.paths import display_path, home, newest_first
+from grpo_recipes.paths import display_path, find_code_root, sort_newest_first
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.process.reports import say
@@ -124,10 +124,10 @@ def _run(arguments: list[str]) -> int:
     keys = {**translation.keys, "run_root": Value(str(folder), "hydra.run.dir")}
     if resumed is not None:
         keys = {key: value for key, value in keys.items() if sets_address and key in _ADDRESS}
-    request = launch_options(options, str(home() / BASE) if resumed is None else None, flags, keys=keys)
+    request = launch_options(options, str(find_code_root() / BASE) if resumed is None else None, flags, keys=keys)
     request = replace(request, resume=resumed)
     os.environ.update(variables)
-    with translate(ConfigError, lambda error: with_flags_of(error, keys)):
+    with translate_errors(ConfigError, lambda error: with_flags_of(error, keys)):
         if resumed is None:  # find problems before writing anything
             recipe = resolve_recipe(request.recipe, request.task, request.flags, os.environ, resources.device, keys)
             make_plan(recipe, resources, os.environ)
@@ -179,8 +179,8 @@ def _sweep(options: argparse.Namespace, overrides: list[tuple[str, Override]], f
     flags_of = make_flags_of(fixed, list(swept), separate_ports, answers)
     names = {f"--{key}": value.source for key, value in translation.keys.items()}
     try:
-        with translate(ConfigError, lambda error: with_flags_of(error, {}, names)):
-            return sweeper.start(str(home() / BASE), axes, flags, flags_of, earlier_folders)
+        with translate_errors(ConfigError, lambda error: with_flags_of(error, {}, names)):
+            return sweeper.start(str(find_code_root() / BASE), axes, flags, flags_of, earlier_folders)
     except ConfigError:
         _remove_empty(root / sweeper.folder)
         raise
@@ -190,7 +190,7 @@ def _values(word: str, override: Override) -> list[str]:
     """Return the values of an override, in Hydra's form ``a,b`` or as a list ``[a,b]``; other overrides have one."""
     if override.is_sweep_override():
         fix = "write values between commas, or LOW..HIGH or log:LOW..HIGH with --search optuna"
-        with translate(HydraException, lambda _: config_error(word, "does not list its values", fix)):
+        with translate_errors(HydraException, lambda _: config_error(word, "does not list its values", fix)):
             return list(map(str, override.sweep_string_iterator()))
     value: Any = override.value()
     if isinstance(value, list):
@@ -254,8 +254,8 @@ def _compose(words: list[str]) -> tuple[DictConfig, DictConfig, list[Path]]:
     errors = (HydraException, OmegaConfBaseException)
     fix = "see conf/offline_grpo.yaml"
     with (
-        translate(errors, lambda error: config_error("configuration", str(error).strip(), fix)),
-        initialize_config_dir(str(home() / "conf"), version_base="1.3"),
+        translate_errors(errors, lambda error: config_error("configuration", str(error).strip(), fix)),
+        initialize_config_dir(str(find_code_root() / "conf"), version_base="1.3"),
     ):
         whole = compose(CONFIG, overrides=words, return_hydra_config=True)
         hydra = whole.hydra.copy()
@@ -265,7 +265,7 @@ def _compose(words: list[str]) -> tuple[DictConfig, DictConfig, list[Path]]:
         OmegaConf.resolve(hydra.sweep)
     config = OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])
     OmegaConf.resolve(config)
-    return config, hydra, newest_first(map(Path, glob.glob(pattern)))
+    return config, hydra, sort_newest_first(map(Path, glob.glob(pattern)))
 
 
 def _translate(config: DictConfig, answers: Callable[[str], bool]) -> offline.OfflineKeys:
@@ -323,7 +323,7 @@ def _find_earlier_run(folder: Path, config: DictConfig) -> str | None:
     file = folder / ".hydra" / "config.yaml"
     if file.is_file():
         fix = "use another folder: hydra.run.dir=FOLDER"
-        with translate(
+        with translate_errors(
             (OSError, ValueError, YAMLError),
             lambda error: config_error(display_path(file), f"can't be read ({error})", fix),
         ):

@@ -32,7 +32,7 @@ from grpo_recipes.errors import Problem
 from grpo_recipes.paths import shell_quote
 from grpo_recipes.recipe.document import Value, as_bool
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.secrets import secret_value
+from grpo_recipes.secrets import contains_secret
 
 ANY = "*"  # the pattern of every value
 VALUE = "{value}"  # the setting's own value, in the values of ``sets``
@@ -119,7 +119,7 @@ def short(value: Any) -> str:
         return f": {value}"
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
     text = text.removesuffix("\n...\n").strip()
-    return f": {text}" if value is not None and len(text) <= _LONGEST and not secret_value(value) else ""
+    return f": {text}" if value is not None and len(text) <= _LONGEST and not contains_secret(value) else ""
 
 
 def in_words(keys: Mapping[str, Any]) -> str:

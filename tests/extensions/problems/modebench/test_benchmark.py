@@ -23,7 +23,7 @@ from grpo_recipes.extensions.problems.modebench.dataset import mode_of, mode_sco
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.rollouts.backends import problem_seed
 from grpo_recipes.runs.rundir import finish_summary
-from grpo_recipes.stats import pass_table, score_names
+from grpo_recipes.stats import pass_at_k_table, score_names
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
 GRAPH = "modebench:graph_coloring"
@@ -80,7 +80,7 @@ def test_scores_modes_and_baselines(trainer: Any, answering: None, tmp_path: Pat
     for row in rows:
         assert row["scores"] == [1.0, 1.0, 1.0, 0.0]
         assert row["modes"] == [mode_of(text, row["gold"]) for text in row["completions"]]
-    expected = {**pass_table([row["scores"] for row in rows]), "reward": "modebench", "problems": 6, "samples": 4}
+    expected = {**pass_at_k_table([row["scores"] for row in rows]), "reward": "modebench", "problems": 6, "samples": 4}
     expected |= mode_scores([row["modes"] for row in rows], [json.loads(row["gold"])["modes"] for row in rows])
     assert result.items() >= expected.items()
     assert (result["pass@1"], result["mean@4"], result["distinct@4"]) == (0.75, 0.75, 2.0)

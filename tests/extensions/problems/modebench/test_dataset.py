@@ -17,7 +17,7 @@ from grpo_recipes.data.prompts import load_eval_prompts, load_prompts
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.evaluate.benchmarks import load_problems
 from grpo_recipes.extensions.problems.modebench.dataset import TASK_KEYS, TASKS, Settings, rows
-from grpo_recipes.paths import home
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.recipe.keys import catalogue
 
 DEFAULTS = Settings.read(lambda key: catalogue()[key]["default"])
@@ -73,7 +73,7 @@ def test_another_python_makes_the_same_rows(version: str) -> None:
         "    lines = '\\n'.join(json.dumps(row, sort_keys=True) for row in rows(task, split, settings))\n"
         "    print(hashlib.sha256(lines.encode()).hexdigest())\n"
     )
-    command = [python, "-c", code, str(home() / "src"), json.dumps(list(PINNED))]
+    command = [python, "-c", code, str(find_code_root() / "src"), json.dumps(list(PINNED))]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == list(PINNED.values())
 

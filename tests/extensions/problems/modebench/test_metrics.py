@@ -13,7 +13,7 @@ from grpo_recipes.extensions.problems.modebench import baselines as module
 from grpo_recipes.extensions.problems.modebench.baselines import baselines, constant_answer, random_guesser
 from grpo_recipes.extensions.problems.modebench.dataset import Settings, mode_of, mode_scores, rows
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.stats import result_line, score_names
+from grpo_recipes.stats import format_result, score_names
 
 DEFAULTS = Settings.read(lambda key: catalogue()[key]["default"])
 COUNTDOWN = json.dumps({"task": "countdown", "numbers": [2, 4, 8], "target": 6, "modes": 3})
@@ -115,6 +115,6 @@ def test_the_command_prints_both_for_both(capsys: pytest.CaptureFixture[str]) ->
 def test_a_line_for_a_person_has_the_baselines() -> None:
     result = {"pass@1": 0.5, "pass@1_ci": [0.4, 0.6], "distinct@1": 0.5, "distinct@1_ci": [0.4, 0.6], "problems": 2}
     result["baselines"] = {"random": {"pass@1": 0.25, "pass@1_ci": [0.2, 0.3]}}
-    assert result_line(result) == (
+    assert format_result(result) == (
         "pass@1 0.500 (0.400 to 0.600), distinct@1 0.500 (0.400 to 0.600); 2 problems; random pass@1 0.250"
     )

@@ -17,7 +17,7 @@ from itertools import combinations
 from operator import add, mul, sub, truediv
 from typing import Any
 
-from grpo_recipes.errors import translate
+from grpo_recipes.errors import translate_errors
 
 # A form is a tuple with a total order: (0, number), (1, terms) or (2, factors). A term is (form, sign) and a factor is
 # (form, exponent 1 or -1). Terms and factors are sorted. A signed form is (sign, form), and the first term of every sum
@@ -171,7 +171,7 @@ def parse(expression: str) -> Expression:
         raise NotAnExpression(f"expected only 0-9 + - * / ( ) and spaces, and at most {_LONGEST} characters")
     # Deeply nested expressions raise MemoryError or RecursionError.
     unreadable = (SyntaxError, ZeroDivisionError, MemoryError, RecursionError)
-    with translate(unreadable, lambda error: NotAnExpression(str(error))):
+    with translate_errors(unreadable, lambda error: NotAnExpression(str(error))):
         value, form = _read(ast.parse(expression.strip(" \t"), mode="eval").body, numbers)
     return Expression(tuple(sorted(numbers)), value, text(form))
 
