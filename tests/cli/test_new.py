@@ -11,7 +11,7 @@ import yaml
 from grpo_recipes import cli
 from grpo_recipes.cli import recipes
 from grpo_recipes.cli.recipes import start_text
-from grpo_recipes.launch.resolve import names_of
+from grpo_recipes.launch.resolve import choose_names
 from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
@@ -42,7 +42,7 @@ def test_the_recipe_of_this_device_is_right_as_it_is_written(folder, capsys, dev
     assert "note:" not in output
     recipe = read_recipe(folder / "my.yaml")
     resources = Resources("cuda", ("0", "1"), 8) if device == "cuda" else Resources("cpu", (), 2)
-    plan = make_plan(recipe, resources, {}, names_of(recipe))
+    plan = make_plan(recipe, resources, {}, choose_names(recipe))
     assert plan.smoke == (device == "cpu") and plan.mode == "server"
 
 

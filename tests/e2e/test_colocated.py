@@ -18,7 +18,7 @@ from real_runs import REPOSITORY, Launch, override, same_rows, weights_hash
 from slurm_cluster import SlurmCluster
 from test_distributed import assert_final_model_differs_from_the_first
 from test_exact_ranks import copy_until
-from test_two_nodes import difference, rank_records, submit
+from test_two_nodes import difference, read_rank_records, submit
 
 from grpo_recipes import smoke
 from grpo_recipes.runs.rundir import read_json
@@ -220,7 +220,7 @@ def test_two_nodes_add_up_to_one(slurm: SlurmCluster, launch: Callable[..., Laun
 
     plan = read_json(run.run_dir / "plan.json")
     assert [(process["role"], process["node"]) for process in plan["processes"]] == [("trainer", 0), ("trainer", 1)]
-    assert [record["node"] for record in rank_records(run)] == [0, 1]
+    assert [record["node"] for record in read_rank_records(run)] == [0, 1]
     assert_vllm_has_the_trainers_weights(run, 3)
     assert run.processes() == []
     one_node = launch(*TWO, "--save_strategy", "no", folder="one-node")

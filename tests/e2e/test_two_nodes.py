@@ -28,7 +28,7 @@ def submit(
     return job, Launch(None, folder, REPOSITORY, mark)  # type: ignore[arg-type]
 
 
-def rank_records(run: Launch) -> list[dict]:
+def read_rank_records(run: Launch) -> list[dict]:
     return [json.loads(path.read_text()) for path in sorted((run.run_dir / "processes").glob("rank_*.json"))]
 
 
@@ -53,7 +53,7 @@ def test_the_update_of_two_nodes_is_that_of_the_joined_batch(
         ("trainer", 0),
         ("trainer", 1),
     ]
-    assert [record["node"] for record in rank_records(run)] == [0, 1]
+    assert [record["node"] for record in read_rank_records(run)] == [0, 1]
     rows = run.rows()
     assert [row["step"] for row in rows] == [1, 2, 3]  # one curve
     assert run.processes() == []
@@ -96,7 +96,7 @@ def test_a_rank_killed_on_the_other_node_ends_the_run_and_is_named(slurm: SlurmC
     job, run = submit(slurm, tmp_path, "two-nodes-killed", "--max_steps", "100000")
     slurm.wait(job, "RUNNING", timeout=60)
     wait_until(lambda: run.has_run_dir() and len(run.rows()) >= 2, timeout=180)
-    ranks = rank_records(run)
+    ranks = read_rank_records(run)
     folders = [node_folders(record["pid"]) for record in ranks]
     assert len({folder for node in folders for folder in node}) == 4, "each node has its own TMPDIR and shm folder"
     assert all(folder.is_dir() for node in folders for folder in node)

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.launch import attempt as attempts
-from grpo_recipes.launch.attempt import Attempt, create_log, end_without_run, finish, prepare_attempt
+from grpo_recipes.launch.attempt import Attempt, create_log, end_without_run, finish_attempt, prepare_attempt
 from grpo_recipes.launch.hooks import AllHooks, RunHooks
 from grpo_recipes.launch.processes import Ending
 from grpo_recipes.plan.devices import Resources
@@ -89,7 +89,7 @@ def summary_of(attempt: Attempt) -> dict:
 
 def test_a_run_stopped_to_go_on_later_is_requeued(attempt, scontrol, capsys):
     current = attempt()
-    assert finish(current, STOPPED, wants_requeue=True, job=JOB).code == 75
+    assert finish_attempt(current, STOPPED, wants_requeue=True, job=JOB).code == 75
     assert summary_of(current)["status"] == "requeued" and summary_of(current)["idle_attempts"] == 0
     assert scontrol.read_text() == "requeue 7\n"
     out = capsys.readouterr().out
@@ -108,7 +108,7 @@ def test_a_run_stopped_to_go_on_later_is_requeued(attempt, scontrol, capsys):
 )
 def test_nothing_else_is(attempt, scontrol, ending, wants_requeue, job):
     current = attempt()
-    assert finish(current, ending, wants_requeue, job).code == ending.code
+    assert finish_attempt(current, ending, wants_requeue, job).code == ending.code
     assert summary_of(current)["status"] == {0: "completed", 1: "failed", 75: "stopped"}[ending.code]
     assert not scontrol.exists()
 
@@ -117,10 +117,10 @@ def test_hooks_get_the_model_at_the_final_end_of_a_run_only(attempt, recorder, c
     current = attempt()
     current.hooks = AllHooks([recorder])
     for ending in (STOPPED, Ending(1, "rank 0: ValueError", 0)):
-        finish(current, ending, wants_requeue=False, job=None)
+        finish_attempt(current, ending, wants_requeue=False, job=None)
         assert recorder.models == []
     assert "grpo: a line of the end" in capsys.readouterr().out
-    assert finish(current, Ending(0), wants_requeue=False, job=None).code == 0
+    assert finish_attempt(current, Ending(0), wants_requeue=False, job=None).code == 0
     assert recorder.models == ["completed"] and [status for status, _ in recorder.ended][-1] == "completed"
     assert capsys.readouterr().out.endswith("/model, with a note of the model\n")
 
@@ -128,7 +128,7 @@ def test_hooks_get_the_model_at_the_final_end_of_a_run_only(attempt, recorder, c
 def test_grpo_stop_keeps_it_from_coming_back(attempt, scontrol, capsys):
     current = attempt()
     (current.run.folder / NO_REQUEUE).touch()
-    finish(current, STOPPED, wants_requeue=True, job=JOB)
+    finish_attempt(current, STOPPED, wants_requeue=True, job=JOB)
     assert summary_of(current)["status"] == "stopped" and not scontrol.exists()
     assert "grpo: not requeued: grpo stop was called" in capsys.readouterr().out
 
@@ -136,7 +136,7 @@ def test_grpo_stop_keeps_it_from_coming_back(attempt, scontrol, capsys):
 @pytest.mark.parametrize(("most", "done", "status"), [(3, 2, "requeued"), (2, 2, "stopped"), (0, 0, "stopped")])
 def test_max_requeues_bounds_it(attempt, scontrol, capsys, most, done, status):
     current = attempt(max_requeues=most)
-    finish(current, STOPPED, wants_requeue=True, job=SlurmJob(7, "cluster", 1, None, restarts=done))
+    finish_attempt(current, STOPPED, wants_requeue=True, job=SlurmJob(7, "cluster", 1, None, restarts=done))
     assert summary_of(current)["status"] == status
     told = f"not requeued: the job was requeued {done} times (max_requeues {most})"
     assert (told in capsys.readouterr().out) == (status == "stopped")
@@ -145,7 +145,7 @@ def test_max_requeues_bounds_it(attempt, scontrol, capsys, most, done, status):
 @pytest.mark.parametrize(("idle", "status"), [(0, "requeued"), (1, "stopped")])
 def test_two_attempts_in_a_row_without_a_new_checkpoint_are_enough(attempt, scontrol, capsys, idle, status):
     current = attempt(idle=idle, saved=4)
-    finish(current, STOPPED, wants_requeue=True, job=JOB)
+    finish_attempt(current, STOPPED, wants_requeue=True, job=JOB)
     assert ("2 attempts in a row made no new step" in capsys.readouterr().out) == (status == "stopped")
     assert summary_of(current)["status"] == status and summary_of(current)["idle_attempts"] == idle + 1
 
@@ -153,7 +153,7 @@ def test_two_attempts_in_a_row_without_a_new_checkpoint_are_enough(attempt, scon
 @pytest.mark.parametrize(("idle", "status"), [(1, "requeued"), (8, "requeued"), (9, "stopped")])
 def test_attempts_that_were_stopped_while_they_started_end_a_job_late(attempt, scontrol, capsys, idle, status):
     current = attempt(idle=idle, saved=4, phase="start", trained=0)
-    finish(current, STOPPED, wants_requeue=True, job=JOB)
+    finish_attempt(current, STOPPED, wants_requeue=True, job=JOB)
     assert summary_of(current)["status"] == status and summary_of(current)["idle_trained"] == 0
     assert ("10 attempts in a row made no new step" in capsys.readouterr().out) == (status == "stopped")
 
@@ -170,7 +170,7 @@ def test_when_scontrol_fails_the_run_is_stopped_and_says_how_to_go_on(attempt, r
     (tmp_path / "bin/scontrol").write_text("#!/bin/bash\necho no such job >&2; exit 1\n")
     current = attempt()
     current.hooks = AllHooks([recorder])
-    assert finish(current, STOPPED, wants_requeue=True, job=JOB).code == 75
+    assert finish_attempt(current, STOPPED, wants_requeue=True, job=JOB).code == 75
     assert summary_of(current)["status"] == "stopped"
     assert recorder.ended[-1] == ("stopped", False), "the report shows it too"
     out = capsys.readouterr().out
@@ -198,7 +198,7 @@ def write_rows(current: Attempt, **metrics: object) -> None:
 def test_a_completed_run_that_learned_nothing_says_so_once_in_the_end(attempt, capsys):
     current = attempt()
     write_rows(current, frac_reward_zero_std=1)
-    finish(current, Ending(0), wants_requeue=False, job=None)
+    finish_attempt(current, Ending(0), wants_requeue=False, job=None)
     (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("grpo: note: ")]
     assert "every completion got the reward 0.5 in 12 steps in a row" in note and ". Fix: " in note
 
@@ -206,13 +206,15 @@ def test_a_completed_run_that_learned_nothing_says_so_once_in_the_end(attempt, c
 def test_what_is_only_worth_a_look_is_left_to_the_report(attempt, capsys):
     current = attempt()
     write_rows(current, **{"completions/clipped_ratio": 0.4})
-    finish(current, Ending(0), wants_requeue=False, job=None)
+    finish_attempt(current, Ending(0), wants_requeue=False, job=None)
     assert "grpo: note: " not in capsys.readouterr().out
 
 
 def test_a_run_whose_numbers_broke_is_started_anew_and_not_resumed(attempt, capsys):
     current = attempt()
-    finish(current, Ending(1, "rank 0: NotFinite: loss nan in step 6. Fix: lower it", 0), wants_requeue=False, job=None)
+    finish_attempt(
+        current, Ending(1, "rank 0: NotFinite: loss nan in step 6. Fix: lower it", 0), wants_requeue=False, job=None
+    )
     out = capsys.readouterr().out
     assert "failed with exit code 1: rank 0: NotFinite: loss nan in step 6. Fix: lower it" in out
     assert "grpo: fix: start a new run with that change" in out and "continue with" not in out
@@ -222,7 +224,7 @@ def test_a_run_whose_numbers_broke_is_started_anew_and_not_resumed(attempt, caps
 def test_a_run_whose_reward_failed_is_resumed_with_the_edited_file_alone(attempt, capsys):
     current = attempt(saved=4)
     cause = "rank 0: RewardFailed: reward 'own.py:score' raised ValueError: no"
-    finish(current, Ending(1, cause, 0), wants_requeue=False, job=None)
+    finish_attempt(current, Ending(1, cause, 0), wants_requeue=False, job=None)
     out = capsys.readouterr().out
     assert "grpo: fix: fix own.py" in out and "--update-rewards" in out and "continue with" not in out
 
@@ -232,7 +234,7 @@ def test_a_damaged_row_hides_neither_how_the_run_ended_nor_its_exit_code(attempt
     (current.run.folder / "metrics.jsonl").write_text(
         '{"step": 1, "reward": 1.0}\nno row\n{"step": 3, "reward": 3.0}\n'
     )
-    assert finish(current, Ending(7, "rank 0: ValueError", 0), wants_requeue=False, job=None).code == 7
+    assert finish_attempt(current, Ending(7, "rank 0: ValueError", 0), wants_requeue=False, job=None).code == 7
     summary = summary_of(current)
     assert (summary["status"], summary["exit_code"], summary["steps"]) == ("failed", 7, 3)
     out = capsys.readouterr().out
@@ -260,7 +262,7 @@ def test_the_end_of_a_run_is_said_with_the_window_of_its_means(summary, text):
 def test_shares_that_are_not_trivial_are_said_in_the_end(attempt, capsys):
     current = attempt()
     write_rows(current, **{"completions/clipped_ratio": 0.62, "rewards/no_verdict": 0.04})
-    finish(current, Ending(0), wants_requeue=False, job=None)
+    finish_attempt(current, Ending(0), wants_requeue=False, job=None)
     assert "grpo: over all steps: unscored 4 %, cut off 62 %\n" in capsys.readouterr().out
 
 
@@ -331,5 +333,5 @@ def test_each_attempt_notes_the_step_it_went_on_after(resumed, tmp_path):
 def test_the_report_is_written_after_the_requeue(attempt, recorder):
     current = attempt()
     current.hooks = AllHooks([recorder])
-    finish(current, STOPPED, wants_requeue=True, job=JOB)
+    finish_attempt(current, STOPPED, wants_requeue=True, job=JOB)
     assert recorder.ended == [("requeued", True)]

@@ -51,12 +51,12 @@ def test_every_hook_is_called_and_an_error_becomes_a_line(read) -> None:
 
 def test_an_error_while_a_run_trains_is_reported_once_for_each_hook() -> None:
     hooks = AllHooks([Broken(), Fine(), Broken()])
-    assert hooks.new_failures() == []
+    assert hooks.take_failures() == []
     for _ in range(3):
         hooks.on_progress(Path("run"))
-    assert hooks.new_failures() == ["Broken failed (OSError: the disk is full)"] * 2
+    assert hooks.take_failures() == ["Broken failed (OSError: the disk is full)"] * 2
     hooks.on_progress(Path("run"))
-    assert hooks.new_failures() == []
+    assert hooks.take_failures() == []
 
 
 def test_a_hook_can_keep_a_run_from_starting(read) -> None:

@@ -149,7 +149,9 @@ def test_what_a_server_that_died_said_of_the_machine_is_the_fix(launched, capsys
 
 def test_ports_that_rank_0_opens_are_asked_for_on_its_node(launched, monkeypatch):
     checked = []
-    monkeypatch.setattr(NodeWorkers, "port_of", lambda _, node: lambda port: checked.append((node, port)) or True)
+    monkeypatch.setattr(
+        NodeWorkers, "make_port_checker", lambda _, node: lambda port: checked.append((node, port)) or True
+    )
     _, run = launched()
     ports = read_json(run / "plan.json")["ports"]
     assert checked == [(0, ports["group"]), (0, ports["main_process"])]

@@ -23,7 +23,7 @@ from grpo_recipes.launch.monitor import (
     dump_stacks,
     stale_compile_lock,
 )
-from grpo_recipes.launch.processes import rank_pids
+from grpo_recipes.launch.processes import find_rank_pids
 from grpo_recipes.plan.ports import Activity
 from grpo_recipes.runs.health import ENOUGH_STEPS
 from grpo_recipes.runs.progress import Phase, read_phases
@@ -39,7 +39,7 @@ def watch(read, tmp_path):
 
     def make(hooks: RunHooks | None = None) -> Monitor:
         attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=recipe, hooks=hooks)
-        return Monitor(attempt, SimpleNamespace(save_if=lambda _: None))
+        return Monitor(attempt, SimpleNamespace(set_save_condition=lambda _: None))
 
     return make
 
@@ -112,7 +112,7 @@ def test_rows_that_were_moved_aside_do_not_count(watch, tmp_path, capsys):
 def test_evaluations_have_a_line_and_completions_one_every_so_many_steps(read, tmp_path, capsys):
     def shown(**keys: int) -> list[str]:
         attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(**keys))
-        watched = Monitor(attempt, SimpleNamespace(save_if=lambda _: None))
+        watched = Monitor(attempt, SimpleNamespace(set_save_condition=lambda _: None))
         with (tmp_path / "eval.jsonl").open("a") as file:
             file.write(json.dumps({"step": 20, "eval_reward": 0.5, "prompts": 8, "seconds": 1}) + "\n")
         with (tmp_path / "samples.jsonl").open("a") as file:
@@ -150,7 +150,7 @@ def test_the_start_is_said_phase_by_phase_and_the_page_is_written_while_the_run_
 
     monkeypatch.setattr(monitor.OUTPUT, "show_live", live.append)
     attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(), hooks=AllHooks([Page()]))
-    watched = Monitor(attempt, SimpleNamespace(save_if=lambda _: None, requested=False, check=lambda: None))
+    watched = Monitor(attempt, SimpleNamespace(set_save_condition=lambda _: None, requested=False, check=lambda: None))
     (tmp_path / "processes").mkdir()
     write_json(tmp_path / "processes/server_state.json", {"epoch": 1, "state": "starting"})
     watched.tick()
@@ -186,7 +186,9 @@ def test_a_request_to_stop_is_passed_on_to_the_other_nodes_once(read, tmp_path):
     sent = []
     workers = SimpleNamespace(send=lambda order: sent.append(order))
     attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(), workers=workers, hooks=AllHooks([]))
-    watched = Monitor(attempt, stop := SimpleNamespace(save_if=lambda _: None, requested=False, check=lambda: None))
+    watched = Monitor(
+        attempt, stop := SimpleNamespace(set_save_condition=lambda _: None, requested=False, check=lambda: None)
+    )
     watched.tick()
     assert sent == []
     stop.requested = True
@@ -200,7 +202,7 @@ def test_phases_too_long_for_slurms_signal_are_noted_once(read, tmp_path, monkey
     monkeypatch.setattr(monitor, "_PHASE_SECONDS", 0)
     append(tmp_path, 1, 1, **{"seconds/evaluate": 400.0})
     attempt = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), recipe=read(), hooks=AllHooks([]))
-    watched = Monitor(attempt, SimpleNamespace(save_if=lambda _: None, requested=False, check=lambda: None))
+    watched = Monitor(attempt, SimpleNamespace(set_save_condition=lambda _: None, requested=False, check=lambda: None))
     watched.tick()
     watched.tick()
     assert (
@@ -221,7 +223,7 @@ def test_the_other_nodes_dump_stacks_when_a_rank_stalls(read, tmp_path, monkeypa
         environment={},
         plan=SimpleNamespace(mode="server"),
     )
-    watched = Monitor(attempt, SimpleNamespace(save_if=lambda _: None, requested=False, check=lambda: None))
+    watched = Monitor(attempt, SimpleNamespace(set_save_condition=lambda _: None, requested=False, check=lambda: None))
     watched.groups["trainer"] = SimpleNamespace(process=SimpleNamespace(trains=True, ready=""), log=tmp_path / "log")
     (tmp_path / "processes").mkdir()
     write_json(tmp_path / "processes/phase_0.json", {"phase": "sample", "since": 1.5, "step": 2})
@@ -267,7 +269,7 @@ def test_a_transfer_that_waits_for_the_next_server_is_not_late(read, tmp_path, m
         workers=SimpleNamespace(send=lambda order: None), plan=SimpleNamespace(mode="server", bridge="file"),
         server_address=lambda: ("127.0.0.1", 1, "token"),
     )  # fmt: skip
-    watched = Monitor(attempt, SimpleNamespace(save_if=lambda _: None, requested=False, check=lambda: None))
+    watched = Monitor(attempt, SimpleNamespace(set_save_condition=lambda _: None, requested=False, check=lambda: None))
     watched.groups["trainer"] = SimpleNamespace(process=SimpleNamespace(trains=True, ready=""), log=tmp_path / "log")
     if server:
         process, state = SimpleNamespace(trains=False, ready="serving", renewed=False), SimpleNamespace(pid=None)
@@ -405,7 +407,7 @@ def test_only_ranks_that_live_on_this_node_are_asked_for_stacks(tmp_path):
     write_json(tmp_path / "processes/rank_1.json", {"pid": os.getpid(), "rank": 1, "exit": 0})
     write_json(tmp_path / "processes/rank_2.json", {"pid": 2**22 + 1, "rank": 2})
     write_json(tmp_path / "processes/rank_3.json", {"pid": os.getpid(), "rank": 3, "node": 1})
-    assert rank_pids(tmp_path) == {0: os.getpid()}
+    assert find_rank_pids(tmp_path) == {0: os.getpid()}
 
 
 @pytest.mark.parametrize("folder", ["cpu_adam", "py311_cu128/cpu_adam"])

@@ -24,7 +24,7 @@ from dead_scratch import dead_scratch
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch import channels, nodes
 from grpo_recipes.launch.channels import srun_command
-from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, node_address, preflight_nodes
+from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, preflight_nodes, resolve_node_address
 from grpo_recipes.launch.processes import Ending, Group, Rank, State, wait_for_ending
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.types import Process
@@ -160,7 +160,7 @@ def test_an_interface_that_is_named_gives_the_addresses(job, workers, variable):
 
 
 def test_a_name_that_means_the_loopback_on_the_first_node_is_not_its_address(job, workers, monkeypatch):
-    monkeypatch.setattr(nodes, "node_address", {"n1": "127.0.1.1", "n2": "127.0.0.1"}.__getitem__)
+    monkeypatch.setattr(nodes, "resolve_node_address", {"n1": "127.0.1.1", "n2": "127.0.0.1"}.__getitem__)
     resources = preflight_nodes(workers, two_nodes(), job())
     assert [node.address for node in resources.nodes] == ["127.0.0.1", "127.0.0.1"]
 
@@ -188,7 +188,7 @@ def test_nodes_that_cannot_work_together_are_refused(job, workers, addresses, va
 def test_a_node_without_an_address_in_slurm_is_refused(job):
     job()
     with pytest.raises(ConfigError, match="scontrol shows no address of node n9"):
-        node_address("n9")
+        resolve_node_address("n9")
 
 
 def test_the_pair_that_does_not_reach_each_other_is_named(job, workers, monkeypatch):
@@ -323,13 +323,13 @@ def test_what_a_node_lacks_is_told_with_its_name_before_anything_starts(job, wor
 
 def test_a_port_of_another_node_is_asked_there(job, workers):
     preflight_nodes(workers, two_nodes(), job())
-    free = workers.port_of(1)
+    free = workers.make_port_checker(1)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         assert not free(listener.getsockname()[1])
         number = listener.getsockname()[1]
-    assert free(number) and workers.port_of(0) is None
+    assert free(number) and workers.make_port_checker(0) is None
 
 
 def test_a_killed_rank_of_another_node_is_named(job, workers, tmp_path):

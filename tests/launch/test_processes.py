@@ -15,7 +15,7 @@ import pytest
 from rotation import ROTATES
 
 from grpo_recipes.launch import processes
-from grpo_recipes.launch.processes import Child, Ending, Group, first_error, tail, wait_for_ending
+from grpo_recipes.launch.processes import Child, Ending, Group, find_first_error, read_last_lines, wait_for_ending
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.secrets import MASK
@@ -187,7 +187,7 @@ def test_the_tail_of_a_log_is_short_and_masked(tmp_path):
     log.write_bytes(
         b"".join(b"line %d\n" % number for number in range(1000)) + f"\xff token {token}\n".encode("latin1")
     )
-    lines = tail(log, 5).splitlines()
+    lines = read_last_lines(log, 5).splitlines()
     assert lines[:4] == [f"line {number}" for number in range(996, 1000)]
     assert lines[4].endswith(f"token {MASK}") and len(lines) == 5
 
@@ -198,13 +198,13 @@ def test_the_tail_of_a_log_has_the_users_own_lines_and_no_frames_of_libraries(tm
     )
     user_lines = '  File "/home/me/rewards.py", line 3, in score\n    return gold[0]\n'
     (tmp_path / "log").write_text(f"Traceback (most recent call last):\n{user_lines}{frames}KeyError: 0\n")
-    lines = tail(tmp_path / "log").splitlines()
+    lines = read_last_lines(tmp_path / "log").splitlines()
     assert len(lines) == 5 and "40 frames of libraries" in lines[3] and "/home/me/rewards.py" in lines[1]
 
 
 def test_the_tail_of_a_missing_or_empty_log_is_empty(tmp_path):
     (tmp_path / "empty").touch()
-    assert tail(tmp_path / "none") == tail(Path(tmp_path / "empty")) == ""
+    assert read_last_lines(tmp_path / "none") == read_last_lines(Path(tmp_path / "empty")) == ""
 
 
 TRACEBACK = """step 3
@@ -234,12 +234,12 @@ def test_the_first_error_of_a_log_is_found(tmp_path):
     """R3, R8: not the last error, and not another process's report of it."""
     log = tmp_path / "log"
     log.write_text(TRACEBACK)
-    assert first_error(log) == "OSError: [Errno 28] No space left on device: 'runs/mine/metrics.jsonl'"
+    assert find_first_error(log) == "OSError: [Errno 28] No space left on device: 'runs/mine/metrics.jsonl'"
     log.write_text("Traceback (most recent call last):\nValueError: of the process before\n" + ENGINE)
     begins = log.read_text().index("(APIServer")
     engine = processes._ENGINE_ERROR
-    assert first_error(log, begins, engine) == "ValueError: Unsupported head size 16"
+    assert find_first_error(log, begins, engine) == "ValueError: Unsupported head size 16"
     killed = "".join(line for line in ENGINE.splitlines(keepends=True) if "(API" in line)
     log.write_text(killed)
-    assert first_error(log, 0, engine) == "", "an engine that was killed says nothing"
-    assert first_error(tmp_path / "none") == ""
+    assert find_first_error(log, 0, engine) == "", "an engine that was killed says nothing"
+    assert find_first_error(tmp_path / "none") == ""

@@ -15,13 +15,13 @@ from grpo_recipes.launch.attempt import prepare_attempt
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.resolve import (
     Options,
-    make_logs,
-    names_of,
+    choose_names,
+    create_log_folders,
     require_same_data_order,
     require_same_world_size,
     resolve_run,
 )
-from grpo_recipes.launch.submission import Submission, freeze, frozen_environment
+from grpo_recipes.launch.submission import Submission, freeze_run, frozen_environment
 from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.devices import Resources
@@ -50,13 +50,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def frozen(*flags: str, resources: Resources = CPU) -> Run:
     recipe = resolve_recipe(str(SMOKE), None, flags, os.environ, "cpu")
-    return freeze_it(recipe, names_of(recipe), resources)
+    return freeze_it(recipe, choose_names(recipe), resources)
 
 
 def freeze_it(recipe: Recipe, names: Names, resources: Resources) -> Run:
     sources = find_assets(recipe, os.environ)
     plan = make_plan(recipe, resources, os.environ, names, sources)
-    return freeze(Submission(recipe, names, resources, sources, plan, os.environ))
+    return freeze_run(Submission(recipe, names, resources, sources, plan, os.environ))
 
 
 def in_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def in_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_its_folder_is_the_one_that_was_named(folder) -> None:
     recipe = resolve_recipe(str(SMOKE), None, [], os.environ, "cpu")
-    names = dataclasses.replace(names_of(recipe), run_dir=folder / "sweep" / "cells" / "seed=1")
+    names = dataclasses.replace(choose_names(recipe), run_dir=folder / "sweep" / "cells" / "seed=1")
     assert freeze_it(recipe, names, CPU).folder == names.run_dir
     with pytest.raises(ConfigError, match="another run has just used this name"):
         freeze_it(recipe, names, CPU)
@@ -150,7 +150,7 @@ def test_a_resume_takes_a_changed_reward_and_run_json_says_from_which_step(folde
     monkeypatch.setenv("SLURM_TMPDIR", str(folder))
     (folder / "logs").mkdir(exist_ok=True)
     resolved, recipe = resolve_run(Options(resume=str(run.folder), **update), CPU)
-    names = names_of(recipe, resolved)
+    names = choose_names(recipe, resolved)
     plan = make_plan(recipe, CPU, os.environ, names, find_assets(recipe, os.environ))
     prepare_attempt(resolved, recipe, plan, names, CPU, NodeWorkers(0), update_rewards=True).scratch.remove()
     assert (run.folder / "rewards/own.py").read_text() == (folder / "own.py").read_text()
@@ -177,7 +177,7 @@ def test_its_first_start_is_no_restart_and_its_second_is_one(folder, monkeypatch
     recipe = resolve_run(Options(resume=str(run.folder)), CPU)[1]
     counts = []
     for _ in range(2):
-        names = names_of(recipe, run)
+        names = choose_names(recipe, run)
         attempt = prepare_attempt(run, recipe, make_plan(recipe, CPU, os.environ, names), names, CPU, NodeWorkers(0))
         attempt.scratch.remove()
         counts.append((read_json(run.folder / "summary.json")["restarts"], bool(attempt.resume_note)))
@@ -191,7 +191,7 @@ def test_a_start_first_removes_what_dead_runs_left_on_the_node(folder, monkeypat
     monkeypatch.setenv("SLURM_TMPDIR", str(folder / "node"))
     run = frozen()
     recipe = resolve_run(Options(resume=str(run.folder)), CPU)[1]
-    names = names_of(recipe, run)
+    names = choose_names(recipe, run)
     attempt = prepare_attempt(run, recipe, make_plan(recipe, CPU, os.environ, names), names, CPU, NodeWorkers(0))
     assert list((folder / "node").iterdir()) == [attempt.scratch.disk]
     attempt.scratch.remove()
@@ -210,7 +210,7 @@ def test_a_node_that_does_not_begin_leaves_no_scratch_and_no_running_summary(fol
     monkeypatch.setenv("SLURM_TMPDIR", str(scratch))
     run = frozen()
     recipe = resolve_run(Options(resume=str(run.folder)), CPU)[1]
-    names = names_of(recipe, run)
+    names = choose_names(recipe, run)
     with pytest.raises(ConfigError, match="did not answer"):
         prepare_attempt(run, recipe, make_plan(recipe, CPU, os.environ, names), names, CPU, SilentWorkers(2))
     assert not list(scratch.iterdir())
@@ -220,10 +220,10 @@ def test_a_node_that_does_not_begin_leaves_no_scratch_and_no_running_summary(fol
 def test_a_job_of_another_size_than_planned_is_refused() -> None:
     run = frozen("--prompts_per_step", "16", resources=THREE)
     recipe = resolve_run(Options(resume=str(run.folder)), CPU)[1]
-    plan = make_plan(recipe, Resources("cuda", ("0", "1"), 8), os.environ, names_of(recipe, run))
+    plan = make_plan(recipe, Resources("cuda", ("0", "1"), 8), os.environ, choose_names(recipe, run))
     with pytest.raises(ConfigError, match=r"has 2 training processes, the plan has 1.*check the resources of the job"):
         require_same_world_size(run, plan)
-    require_same_world_size(run, make_plan(recipe, THREE, os.environ, names_of(recipe, run)))
+    require_same_world_size(run, make_plan(recipe, THREE, os.environ, choose_names(recipe, run)))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_resumed_run_keeps_its_place_in_the_data(flags: tuple[str, ...], messa
 
     def resumed(*flags: str) -> str:
         recipe = resolve_run(Options(resume=str(run.folder), flags=flags), CPU)[1]
-        return require_same_data_order(run, recipe, make_plan(recipe, CPU, os.environ, names_of(recipe, run)))
+        return require_same_data_order(run, recipe, make_plan(recipe, CPU, os.environ, choose_names(recipe, run)))
 
     resumed(*flags)  # nothing was trained yet
     staged = run.folder / "checkpoints" / "partial" / "checkpoint-5"
@@ -278,11 +278,11 @@ def test_a_requeued_task_of_an_array_finds_its_run(monkeypatch) -> None:
 def test_logs_are_where_logdir_says_and_slurms_where_the_command_is_run(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LOGDIR", str(tmp_path / "deep/er"))
-    make_logs()
+    create_log_folders()
     assert (tmp_path / "deep/er").is_dir() and (tmp_path / "logs").is_dir()
     (tmp_path / "file").touch()
     monkeypatch.setenv("LOGDIR", "file")
     with pytest.raises(
         ConfigError, match=r"LOGDIR: cannot create 'file' \(File exists\)\. Fix: set LOGDIR to a folder"
     ):
-        make_logs()
+        create_log_folders()

@@ -35,7 +35,7 @@ def send(*signums: int) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 def test_trainers_with_something_to_save_are_asked_by_the_file(stop, capsys, signum):
-    stop.save_if(lambda: True)
+    stop.set_save_condition(lambda: True)
     send(signum)
     stop.check()
     assert stop.requested and stop.request.exists()
@@ -60,7 +60,7 @@ def test_with_nothing_to_save_a_signal_ends_the_attempt_at_once(stop, signum, co
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 def test_the_second_time_a_signal_ends_the_attempt_but_within_a_second_two_are_one(stop, signum, monkeypatch):
-    stop.save_if(lambda: True)
+    stop.set_save_condition(lambda: True)
     send(signum)
     send(signum)  # timeout signals its child, then its group
     stop.check()
@@ -78,7 +78,7 @@ def test_a_signal_that_follows_at_once_does_not_disturb_the_clean_up(stop):
 
 
 def test_usr1_again_ends_nothing_since_slurm_may_send_it_where_we_have_asked_already(stop):
-    stop.save_if(lambda: True)
+    stop.set_save_condition(lambda: True)
     stop.request_requeue("the job's time limit comes in 60 s")
     send(signal.SIGUSR1, signal.SIGUSR1)
     stop.check()
@@ -87,14 +87,14 @@ def test_usr1_again_ends_nothing_since_slurm_may_send_it_where_we_have_asked_alr
 
 @pytest.mark.parametrize("later", [signal.SIGTERM, signal.SIGINT])
 def test_who_wants_the_run_ended_is_not_answered_with_a_requeue(stop, later):
-    stop.save_if(lambda: True)
+    stop.set_save_condition(lambda: True)
     send(signal.SIGUSR1, later)
     assert stop.requested and not stop.wants_requeue
 
 
 def test_sigterm_leaves_the_trainers_a_moment_to_save(stop, monkeypatch):
     monkeypatch.setattr(StopSignals, "_term_grace_seconds", 0.0)
-    stop.save_if(lambda: True)
+    stop.set_save_condition(lambda: True)
     send(signal.SIGUSR1)
     stop.check()
     send(signal.SIGTERM)
@@ -108,7 +108,7 @@ def test_a_request_by_the_file_alone_ends_an_attempt_with_nothing_to_save(stop):
     with pytest.raises(StoppedAtOnce) as stopped:
         stop.check()
     assert stopped.value.ending().code == 75 and not stop.wants_requeue
-    stop.save_if(lambda: True)
+    stop.set_save_condition(lambda: True)
     stop.check()
 
 

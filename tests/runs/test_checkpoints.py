@@ -16,9 +16,9 @@ import xxhash
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.launch.attempt import freeze_inputs
-from grpo_recipes.launch.resolve import Options, names_of, resolve_run
+from grpo_recipes.launch.resolve import Options, choose_names, resolve_run
 from grpo_recipes.launch.run import launch
-from grpo_recipes.launch.submission import Submission, freeze
+from grpo_recipes.launch.submission import Submission, freeze_run
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.recipe.check import resolve_recipe
@@ -370,9 +370,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     (tmp_path / "mine.yaml").write_text("distributed_type: 'NO'\n")
     flags = ["--reward_funcs", "mine.py:reward", "--callbacks", "mine.py:Quiet"]
     recipe = resolve_recipe("recipes/smoke/grpo.yaml", None, flags, os.environ, "cpu")
-    names, sources = names_of(recipe), find_assets(recipe, os.environ)
+    names, sources = choose_names(recipe), find_assets(recipe, os.environ)
     plan = make_plan(recipe, CPU, os.environ, names, sources=sources)
-    return freeze(Submission(recipe, names, CPU, sources, plan, os.environ))
+    return freeze_run(Submission(recipe, names, CPU, sources, plan, os.environ))
 
 
 def resume(run: Run, allow: bool = False) -> None:
@@ -446,7 +446,7 @@ def test_an_edited_recipe_is_not_applied_without_a_word(run, capsys) -> None:
 def test_a_flag_of_a_resume_changes_the_recipe_and_its_record(run) -> None:
     resumed_run, recipe = resolve_run(Options(resume=str(run.folder), flags=("--learning_rate", "1e-6")), CPU)
     assert resumed_run is not None
-    freeze_inputs(resumed_run, recipe, make_plan(recipe, CPU, os.environ, names_of(recipe, resumed_run)))
+    freeze_inputs(resumed_run, recipe, make_plan(recipe, CPU, os.environ, choose_names(recipe, resumed_run)))
     assert resolve_run(Options(resume=str(run.folder)), CPU)[1]["learning_rate"] == 1e-6
 
 

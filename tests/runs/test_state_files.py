@@ -19,7 +19,7 @@ from grpo_recipes.cli import commands, main
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.launch import run as launch_run
 from grpo_recipes.launch.attempt import Attempt
-from grpo_recipes.launch.processes import Ending, rank_pids
+from grpo_recipes.launch.processes import Ending, find_rank_pids
 from grpo_recipes.runs.checkpoints import find_newest_complete, publish_checkpoint
 from grpo_recipes.runs.progress import read_phases
 from grpo_recipes.runs.rundir import read_json
@@ -173,7 +173,7 @@ def ask(folder: Path, patch: pytest.MonkeyPatch, name: str, damage: Damage, argv
         assert bytes_of(checkpoint) == bytes_of(folder / "run" / "checkpoints" / checkpoint.name), (
             "changed bytes resumed"
         )
-    read_phases(copy), rank_pids(copy)  # a launcher reads them while its processes write
+    read_phases(copy), find_rank_pids(copy)  # a launcher reads them while its processes write
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:

@@ -269,7 +269,9 @@ def test_a_rendezvous_that_never_comes_ends_within_its_limit(server, connect, re
             workers=SimpleNamespace(send=lambda order: None), plan=SimpleNamespace(mode="server", bridge="nccl"),
             server_address=lambda: ("127.0.0.1", 1, "the-token"),
         )  # fmt: skip
-        watched = Monitor(attempt, SimpleNamespace(save_if=lambda _: None, requested=False, check=lambda: None))
+        watched = Monitor(
+            attempt, SimpleNamespace(set_save_condition=lambda _: None, requested=False, check=lambda: None)
+        )
         watched.groups["trainer"] = SimpleNamespace(process=SimpleNamespace(trains=True, ready=""), log=log)
         serving, state = SimpleNamespace(trains=False, ready="serving", renewed=False), SimpleNamespace(pid=None)
         watched.groups["server"] = SimpleNamespace(process=serving, log=log, state=lambda: state, members=[None])

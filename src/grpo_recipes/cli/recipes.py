@@ -22,7 +22,7 @@ from grpo_recipes.cli import chosen_recipe, command, option, switch
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error, mask_and_escape, translate_errors
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.fetch.hub import describe_gated_model
-from grpo_recipes.launch.resolve import names_of
+from grpo_recipes.launch.resolve import choose_names
 from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.plan.devices import environment_device, find_resources
@@ -335,7 +335,7 @@ def plan(options: argparse.Namespace) -> int:
     if gib is not None or gpus is not None:
         resources = replace(resources, gpu_gib=gib)
     recipe = chosen_recipe(options, resources.device)
-    names = names_of(recipe)
+    names = choose_names(recipe)
     assets = find_assets(recipe, os.environ)
     run_plan = make_plan(recipe, resources, os.environ, names, assets)
     walltime: float | None

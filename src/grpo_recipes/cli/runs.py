@@ -11,7 +11,7 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch.rendezvous import Meeting
 from grpo_recipes.launch.resolve import Options
 from grpo_recipes.launch.run import launch as launch_run
-from grpo_recipes.launch.submission import prepare_submission, require_environment, site_profile, submit_run
+from grpo_recipes.launch.submission import prepare_submission, read_site_profile, require_environment, submit_run
 from grpo_recipes.paths import display_path
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.slurm.client import read_slurm_job
@@ -66,7 +66,7 @@ def site_options(required: bool) -> list[Option]:
 def chosen_profile(options: argparse.Namespace) -> Profile:
     """Return the site's profile, with the values of the command line."""
     values = {key: text for key in OVERRIDES if (text := getattr(options, key)) is not None}
-    return site_profile(options.profile, os.environ).with_values(values)
+    return read_site_profile(options.profile, os.environ).with_values(values)
 
 
 @command(

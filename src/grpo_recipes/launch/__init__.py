@@ -1,1 +1,1 @@
-"""Run a recipe, here or as a job: which run, its processes on every node, supervision, and its end. No torch."""
+"""Launch a recipe here or as a Slurm job: find the run, start and supervise its processes, and end them. No torch."""

@@ -1,4 +1,4 @@
-"""The two ends of an attempt at a run.
+"""Begin and finish an attempt at a run.
 
 ``prepare_attempt`` creates everything that the processes need. ``finish`` writes the summary, prints how the run ended
 and requeues its Slurm job. Each launch or requeue of a run is one attempt; all attempts share a run directory.
@@ -17,8 +17,8 @@ from typing import Any, Literal
 from grpo_recipes.errors import EXIT_STOPPED, config_error, translate_errors
 from grpo_recipes.launch.hooks import AllHooks
 from grpo_recipes.launch.nodes import NodeWorkers
-from grpo_recipes.launch.processes import Ending, tail
-from grpo_recipes.launch.resolve import note_job
+from grpo_recipes.launch.processes import Ending, read_last_lines
+from grpo_recipes.launch.resolve import record_job
 from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.plan.commands import base_environment, run_environment, wandb_environment
 from grpo_recipes.plan.devices import Resources
@@ -68,13 +68,13 @@ class Attempt:
     started_at: float = field(default_factory=time.monotonic)
 
     def server_address(self) -> tuple[str, int, str]:
-        """Return host, port and token of the server."""
+        """Return host, port and token of the vLLM server."""
         return self.plan.server_host, self.plan.ports.server, self.scratch.token_file.read_text()
 
     def move_server(self, port: int) -> None:
-        """Set the port of the next server, and print the new command for environments in other terminals.
+        """Set the port of the next server in the plan, and write the access files of user processes again.
 
-        No running process is changed.
+        Print the new command for environments in other terminals. No running process is changed.
         """
         self.plan = replace(self.plan, ports=replace(self.plan.ports, server=port))
         self.serve_command = write_access_files(self.recipe, self.plan, self.names)
@@ -82,7 +82,7 @@ class Attempt:
             say(f"the server's URL changes; start your environments again with: {self.serve_command}")
 
     def renew_token(self) -> None:
-        """Write a new token for the next server, on every node."""
+        """Write a new random token for the next server to the token file of every node."""
         self.scratch.write_token(token := secrets.token_hex(16))
         self.workers.send("token", token=token)
 
@@ -106,7 +106,7 @@ def prepare_attempt(
     freeze_inputs(run, recipe, plan, update_rewards)
     rundir.remove_files(*(run.folder / "processes").glob("*.json"))
     if resources.job is not None:
-        note_job(run.folder, recipe, resources.job.name)
+        record_job(run.folder, recipe, resources.job.name)
     if removed := remove_dead_scratch(os.environ):
         say(removed)
     tracking = {**wandb_environment(recipe), "WANDB_RUN_ID": run.identity["wandb_id"], "WANDB_RESUME": "allow"}
@@ -167,7 +167,7 @@ def create_log(name: str) -> str:
 
 
 def newest_step(run: Run) -> int:
-    """Return the step of the newest complete checkpoint, or 0 if there is none."""
+    """Return the optimizer step of the run's newest complete checkpoint, or 0 if there is none."""
     checkpoint = find_newest_complete(run.folder / "checkpoints")
     return parse_step(checkpoint) if checkpoint else 0
 
@@ -254,10 +254,10 @@ def decide_outcome(attempt: Attempt, ending: Ending, wants_requeue: bool, job: S
     return Outcome(ending.code, status, None if refusal else job, refusal, idle_attempts, idle_trained)
 
 
-def finish(
+def finish_attempt(
     attempt: Attempt, ending: Ending, wants_requeue: bool, job: SlurmJob | None, benchmark: bool = False
 ) -> Outcome:
-    """Write the summary, print how the run ended, and requeue its job if that was requested and is allowed.
+    """Write ``summary.json``, print how the run ended, and requeue its job if that was requested and is allowed.
 
     ``wants_requeue`` requests the requeue of ``job``, and ``decide_outcome`` decides on it. With ``benchmark``, the
     benchmark result is written and printed too, unless the job is requeued. If Slurm rejects the requeue, ``refusal``
@@ -272,9 +272,9 @@ def finish(
         launch_seconds=round(seconds, 3),
     )  # fmt: skip
     if not outcome.job:  # a job is requeued first: a slow report could cost it its place in the queue
-        _print_end_of_hooks(attempt)
+        _run_end_hooks(attempt)
     if ending.log is not None and outcome.code != EXIT_STOPPED:
-        print_line(f"--- last lines of {display_path(ending.log)}\n{tail(ending.log)}\n---", error=True)
+        print_line(f"--- last lines of {display_path(ending.log)}\n{read_last_lines(ending.log)}\n---", error=True)
     _print_results(attempt, summary["benchmarks"], is_over=not outcome.job)
     if benchmark and not outcome.job:
         print_line("\n".join(write_benchmark(Run(folder))))
@@ -291,7 +291,7 @@ def finish(
         if refusal := requeue_job(outcome.job):
             outcome = replace(outcome, job=None, refusal=refusal)
             rundir.finish_summary(folder, status=outcome.final_status)
-        _print_end_of_hooks(attempt)
+        _run_end_hooks(attempt)
     if outcome.refusal:
         say(f"not requeued: {outcome.refusal}")
     can_resume = not outcome.job and "NotFinite" not in cause and "--resume" not in fix
@@ -300,8 +300,8 @@ def finish(
     return outcome
 
 
-def _print_end_of_hooks(attempt: Attempt) -> None:
-    """Call the hooks of the end, and print their lines."""
+def _run_end_hooks(attempt: Attempt) -> None:
+    """Call ``on_end`` of the hooks, for example to write a report, and print the lines that they return."""
     for line in attempt.hooks.on_end(attempt.run.folder):
         say(line)
 
@@ -337,7 +337,7 @@ def describe_rewards(summary: Mapping[str, Any]) -> str:
 
 
 def end_without_run(ending: Ending, wants_requeue: bool, job: SlurmJob | None) -> int:
-    """End a launch that was stopped before it had a run directory, and requeue its job if that was requested."""
+    """Print why a launch ended before it had a run directory; if requested, requeue its job. Return the exit code."""
     say(f"{ending.cause}; there is no run directory yet")
     if wants_requeue and job is not None and (refusal := requeue_job(job)):
         say(f"not requeued: {refusal}")

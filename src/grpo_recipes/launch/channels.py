@@ -1,4 +1,4 @@
-"""The channel between the launcher and the node workers in a Slurm job: one srun carries orders and reports.
+"""Connect the launcher with the node workers of a Slurm job: one srun carries orders and reports.
 
 A channel transfers lines of text. It starts the workers, sends each order to all of them, and calls ``on_line`` with
 each line that a worker reports. ``rendezvous.MeetingChannel`` does the same for nodes that the user starts by hand.
@@ -32,13 +32,16 @@ class Channel(Protocol):
     lost_fix: str  # fix if the channel itself ends
 
     def start(self, environment: Mapping[str, str], folder: Path, on_line: OnLine) -> None:
-        """Start or await the workers; ``folder`` is on the file system that all nodes share."""
+        """Start the workers, or wait for them; then ``on_line`` gets each line that a worker prints.
+
+        ``folder`` is on the file system that all nodes share.
+        """
 
     def alive(self) -> bool:
         """Return whether every worker is still connected."""
 
     def ending(self) -> str:
-        """Describe how the channel ended."""
+        """Return a sentence for the user about how the channel ended."""
 
     def send(self, line: str) -> None:
         """Send a line to every worker. A lost channel is ignored here; ``alive`` detects it."""
@@ -73,11 +76,11 @@ class SrunChannel:
         threading.Thread(target=read_lines, args=(self._srun, on_line), daemon=True).start()
 
     def alive(self) -> bool:
-        """Return whether srun, and so every worker, runs."""
+        """Return whether srun runs. It ends as soon as one of the workers ends with an error."""
         return self._srun is not None and self._srun.poll() is None
 
     def ending(self) -> str:
-        """Describe how srun ended."""
+        """Wait for srun, and return a sentence with its exit code."""
         return f"srun, which runs the node workers, exited with code {self._srun.wait() if self._srun else None}"
 
     def send(self, line: str) -> None:
@@ -86,7 +89,7 @@ class SrunChannel:
             write_line(self._srun, line)
 
     def close(self) -> None:
-        """Close srun's input, wait for srun, then end it by force."""
+        """Close srun's input, which ends the workers, wait for srun, and kill it if it does not end."""
         if self._srun is not None:
             end_worker(self._srun)
 

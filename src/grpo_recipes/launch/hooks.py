@@ -45,24 +45,24 @@ class AllHooks(RunHooks):
     def __init__(self, hooks: Sequence[RunHooks] | None = None) -> None:
         self._hooks = [make() for make in parts("run_hooks")] if hooks is None else hooks
         self._failed: set[RunHooks] = set()  # hooks with a failed ``on_progress``
-        self._failures: list[str] = []  # their errors, until ``new_failures`` returns them
+        self._failures: list[str] = []  # their errors, until ``take_failures`` returns them
 
     def check(self, recipe: Recipe, environment: Mapping[str, str], run_name: str) -> list[str]:
-        """Check a run before it starts; return the lines of all hooks."""
+        """Call ``check`` of all hooks before a run starts; return their lines; raise the ConfigError of a hook."""
         return [line for hook in self._hooks for line in hook.check(recipe, environment, run_name)]
 
     def on_progress(self, run_dir: Path) -> None:
-        """Call the hooks of a run that trains; ``new_failures`` returns their errors."""
+        """Call ``on_progress`` of all hooks; store the first error of each hook for ``take_failures``."""
         for hook in self._hooks:
             try:
                 hook.on_progress(run_dir)
             except Exception as error:
                 if hook not in self._failed:
                     self._failed.add(hook)
-                    self._failures.append(_failure(hook, error))
+                    self._failures.append(_describe_failure(hook, error))
 
-    def new_failures(self) -> list[str]:
-        """Return the errors of ``on_progress`` since the last call, at most one error of each hook in an attempt.
+    def take_failures(self) -> list[str]:
+        """Return and forget the errors of ``on_progress`` since the last call, at most one for each hook in an attempt.
 
         Later errors of a hook are dropped, because they are likely to be the same. ``on_progress`` runs in a thread and
         must not print, so the launcher prints these lines.
@@ -70,25 +70,26 @@ class AllHooks(RunHooks):
         return [self._failures.pop(0) for _ in range(len(self._failures))]
 
     def on_end(self, run_dir: Path) -> list[str]:
-        """Call the hooks of a run that has ended; return the lines of all hooks."""
+        """Call ``on_end`` of all hooks; return their lines, with a line for each hook that failed."""
         lines: list[str] = []
         for hook in self._hooks:
             try:
                 lines += hook.on_end(run_dir)
             except Exception as error:
-                lines.append(_failure(hook, error))
+                lines.append(_describe_failure(hook, error))
         return lines
 
     def on_model(self, run_dir: Path) -> str:
-        """Call the hooks of a completed run; return their texts joined."""
+        """Call ``on_model`` of all hooks; return their texts and errors joined, for the end of a line."""
         texts = []
         for hook in self._hooks:
             try:
                 texts.append(hook.on_model(run_dir))
             except Exception as error:
-                texts.append(f"; {_failure(hook, error)}")
+                texts.append(f"; {_describe_failure(hook, error)}")
         return "".join(texts)
 
 
-def _failure(hook: RunHooks, error: Exception) -> str:
+def _describe_failure(hook: RunHooks, error: Exception) -> str:
+    """Return a text with the class of the hook and its error, without secrets."""
     return f"{type(hook).__name__} failed ({type(error).__name__}: {mask_secrets(str(error))})"

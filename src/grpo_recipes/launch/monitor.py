@@ -1,7 +1,7 @@
 """Monitor an attempt while it runs: signals, requests to stop, the time limit, progress, and stalled processes.
 
-``StopSignals`` turns signals into requests to save. ``Monitor.tick`` checks everything that is due and prints progress.
-The two detectors find a rank or a server that no longer moves.
+``StopSignals`` turns signals into requests to save. ``Monitor.tick`` prints progress and runs the periodic checks. The
+two detectors find a rank that stays in a phase for too long, and a server that generates nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import psutil
 
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.launch.attempt import Attempt
-from grpo_recipes.launch.processes import Child, Ending, Group, newest_model, rank_pids
+from grpo_recipes.launch.processes import Child, Ending, Group, find_newest_model, find_rank_pids
 from grpo_recipes.paths import display_path
 from grpo_recipes.plan.ports import Activity, read_activity
 from grpo_recipes.process.listeners import OwnListener
@@ -56,7 +56,7 @@ class StoppedAtOnce(BaseException):
         self.signum = signum
 
     def ending(self) -> Ending:
-        """Return the ending of the attempt: exit code 75 after a request to save, or 128+n after signal n.
+        """Return how the attempt ended: exit code 75 after a request to save, or 128+n after signal n.
 
         USR1 and the stop file are requests to save. They end the attempt at once only if there is nothing to save yet.
         """
@@ -66,11 +66,12 @@ class StoppedAtOnce(BaseException):
 
 
 class StopSignals:
-    """Handlers for signals that stop a run.
+    """Handle the signals that stop a run: install handlers in its block, and remove them afterwards.
 
     USR1 requests a save and a new attempt. SIGTERM, SIGHUP, SIGINT (Ctrl-C) and SIGQUIT request a save and the end.
 
-    If the trainers have something to save, the file ``request`` asks them. Otherwise a signal ends the attempt at once.
+    If the trainers have something to save, a signal creates the file ``request``, which they check. Otherwise it ends
+    the attempt at once: the handler raises StoppedAtOnce.
     The same signal a second time does so, too, except USR1, which Slurm may send after our own request. Two signals
     within a second count as a single signal, because `timeout` sends SIGTERM to its child and then to its group. After
     SIGTERM, the trainers have only the time that Slurm usually leaves before SIGKILL.
@@ -103,7 +104,7 @@ class StopSignals:
 
     @property
     def requested(self) -> bool:
-        """Whether the trainers are asked to save and end, by this process or by another process such as `grpo stop`."""
+        """Whether the stop file exists, with which this process or `grpo stop` asks the trainers to save and end."""
         return self.request is not None and self.request.exists()
 
     @property
@@ -114,7 +115,7 @@ class StopSignals:
         """
         return set(self.received) == {signal.SIGUSR1}
 
-    def save_if(self, can_save: Callable[[], bool]) -> None:
+    def set_save_condition(self, can_save: Callable[[], bool]) -> None:
         """Set the function that decides whether the trainers have something to save when a signal arrives.
 
         If ``can_save()`` is false, a signal ends the attempt at once.
@@ -137,20 +138,24 @@ class StopSignals:
         self._request_save(signal.Signals(signum).name)
 
     def _request_save(self, reason: str) -> None:
+        """Create the stop file if it does not exist, and keep a message about it for ``check``."""
         if not self.requested and self.request is not None:
             self.request.touch()
             self._messages.append(f"{reason}: saving, then ending")
 
     def request_requeue(self, reason: str) -> None:
-        """Ask the trainers to save because the job's time is nearly over, so that a new attempt continues the run.
+        """Create the stop file because the job's time is nearly over, so that the trainers save and end.
 
-        The signal USR1 does the same. ``reason`` is printed.
+        A new attempt then continues the run, as after the signal USR1. ``reason`` is printed.
         """
         self.received.append(signal.SIGUSR1)
         self._request_save(reason)
 
     def check(self) -> None:
-        """Print new requests; raise StoppedAtOnce if the trainers take too long or have nothing to save."""
+        """Print messages about new requests to stop; raise StoppedAtOnce if a request can't be met.
+
+        This is the case if the trainers have nothing to save, or still save 20 seconds after SIGTERM or SIGHUP.
+        """
         while self._messages:
             say(self._messages.pop(0))
         if time.monotonic() > self._deadline:
@@ -233,7 +238,7 @@ class ServerStallDetector:
 
 
 class Monitor:
-    """The periodic checks of an attempt, and the output of its progress."""
+    """Check an attempt periodically, and print its progress from the files in the run directory."""
 
     def __init__(self, attempt: Attempt, stop: StopSignals) -> None:
         self.groups: dict[str, Group] = {}  # processes that are ready, by role
@@ -248,7 +253,7 @@ class Monitor:
         self._printed_step = -1  # step of the last printed completion
         self._printed_samples = 0
         self._stop_was_sent = False  # whether the other nodes know about the request to stop
-        stop.save_if(lambda: any(phase.name not in ("start", "connect") for phase in self._phases()))
+        stop.set_save_condition(lambda: any(phase.name not in ("start", "connect") for phase in self._phases()))
         self.reset()
 
     def reset(self) -> None:
@@ -284,7 +289,7 @@ class Monitor:
             phases = self._phases()
             self._show_activity(now)
             self._call_hooks(now)
-            for failure in self._attempt.hooks.new_failures():
+            for failure in self._attempt.hooks.take_failures():
                 say(f"note: {failure}")
             if note := self._walltime.take_warning():
                 say(note)
@@ -322,7 +327,10 @@ class Monitor:
                 self._printed_step, self._printed_samples = row["step"], self._printed_samples + 1
 
     def _show_activity(self, now: float) -> None:
-        """Print each new activity until the first step; on a terminal, always show the activity and its duration."""
+        """Show what the run does now (``current_activity``) and for how long, as the live line of a terminal.
+
+        Until the first step, also print a line for each change.
+        """
         (previous, previous_start), seconds = self._activity, now - self._active_since
         activity, start = self._activity = find_current_activity(self._folder)
         if activity != previous and not self.stepped:
@@ -332,7 +340,10 @@ class Monitor:
         OUTPUT.show_live(f"{activity} {seconds:.0f} s" + (f", {self._last_step}" if self.stepped else ""))
 
     def _call_hooks(self, now: float) -> None:
-        """Call the hooks of the running run in a thread if they are due, because a report can take seconds."""
+        """Call ``on_progress`` of the hooks in a thread if the run has trained a step and the last call is long ago.
+
+        The pause is at least 30 seconds, and long enough for the calls to take at most 2 % of the time.
+        """
 
         def call() -> None:
             self._attempt.hooks.on_progress(self._folder)
@@ -352,7 +363,7 @@ class Monitor:
         return read_phases(self._folder) if self._trainers() else []
 
     def _find_server_stall(self, phases: list[Phase], now: float) -> Ending | None:
-        """Return an ending if the server stalls, after it has written its stacks; else None.
+        """Ask the server for its activity; if it stalls, let it write its stacks and return an ending, else None.
 
         The server gets a request only every few seconds, and none after a request to stop.
         """
@@ -372,21 +383,24 @@ class Monitor:
         return Ending(1, cause, log=server.log, lost=server.process)
 
     def _find_renewal(self) -> Ending | None:
-        """Return an ending for a server that must be restarted with a newer model."""
+        """Return an ending that restarts the server with the trainer's newest model; None if it has this model already.
+
+        The result is also None for servers that get new weights in another way, and after a request to stop.
+        """
         server = self._server()
         if server is None or self._stop.requested:
             return None
-        newest = newest_model(server.process, self._attempt.environment)
+        newest = find_newest_model(server.process, self._attempt.environment)
         if newest is None or newest in server.process.argv:
             return None
         return Ending(0, lost=server.process, renews=True)
 
     def _find_rank_stall(self, trainers: Group, phases: list[Phase], now: float) -> Ending | None:
-        """Return an ending if a rank stalls, after all ranks and the server have written their stacks; else None.
+        """If a rank stalls, let all ranks and the server write their stacks and return an ending, else None.
 
         While there is no server, phases in which ranks wait for a server are not limited.
         """
-        ranks = rank_pids(self._folder)
+        ranks = find_rank_pids(self._folder)
         if self._attempt.plan.mode == "server" and self._server() is None:  # start and sync wait for it
             phases = [phase for phase in phases if phase.name not in ("start", *SYNC_PHASES)]
             if not phases:

@@ -26,7 +26,7 @@ import psutil
 
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error, translate_errors
 from grpo_recipes.launch.channels import Channel, SrunChannel
-from grpo_recipes.launch.processes import Child, Ending, StartedProcess, State, rank_pids, rank_records
+from grpo_recipes.launch.processes import Child, Ending, StartedProcess, State, find_rank_pids, read_rank_records
 from grpo_recipes.launch.rendezvous import ADDRESS_VARIABLE, RANK_VARIABLE, Meeting, connect_to_node_0
 from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.commands import base_environment, run_environment
@@ -69,7 +69,7 @@ class NodeWorkers:
         self._pieces: dict[str, str] = {}  # beginnings of incomplete reports, by node
 
     def start(self, environment: Mapping[str, str], folder: Path = Path()) -> None:
-        """Start or await a worker on every node; ``folder`` is on the file system that all nodes share."""
+        """Start a worker on every node, or wait for it; ``folder`` is on the file system that all nodes share."""
         self._channel.start(environment, folder, self._collect_report)
 
     def alive(self) -> bool:
@@ -112,8 +112,8 @@ class NodeWorkers:
             raise config_error("nodes of the run", problem, self._channel.silent_fix)
         return [self.reports[(order, node, "")] for node in to]
 
-    def port_of(self, node: int) -> Callable[[int], bool] | None:
-        """Return a function that checks whether a port is free on another node, and reserves the port there.
+    def make_port_checker(self, node: int) -> Callable[[int], bool] | None:
+        """Return a function that reserves a port on another node and returns whether the port was free.
 
         Return None for the launcher's node 0.
         """
@@ -137,7 +137,10 @@ class NodeWorkers:
         self._channel.close()
 
     def _collect_report(self, line: str) -> None:
-        """Store a worker's report when its last piece has arrived."""
+        """Add a line from a worker to its incomplete report; store the report when its last piece has arrived.
+
+        A report about a signal is also sent to this process as that signal. Other lines are ignored.
+        """
         words = line.rstrip("\n").split(" ", 3)
         if words[0] != _MARK or len(words) < 4:
             return
@@ -203,11 +206,11 @@ def preflight_nodes(
         for location, problem, fix in report["problems"]
     ]:
         raise ConfigError(*problems)
-    addresses = _addresses(reports, environment)
+    addresses = _choose_addresses(reports, environment)
     listening = workers.ask("listen", all_nodes, addresses=addresses)
     for report, address, listener in zip(reports, addresses, listening, strict=True):
         if listener["error"]:
-            raise _network_error(f"node {report['host']} cannot listen on {address} ({listener['error']})")
+            raise _make_network_error(f"node {report['host']} cannot listen on {address} ({listener['error']})")
     nodes = [
         Node(
             # The launcher starts the processes of the first node. Its own view counts, not the view of a job step.
@@ -225,11 +228,11 @@ def preflight_nodes(
         for peer, error in zip(nodes, report["errors"], strict=True):
             if error:
                 pair = f"node {node.name} ({node.address}) can't reach node {peer.name} ({peer.address})"
-                raise _network_error(f"{pair}: {error}")
+                raise _make_network_error(f"{pair}: {error}")
     return replace(resources, nodes=tuple(nodes))
 
 
-def _addresses(reports: list[Report], environment: Mapping[str, str]) -> list[str]:
+def _choose_addresses(reports: list[Report], environment: Mapping[str, str]) -> list[str]:
     """Return the address of each node for connections between the nodes, in the order of ``reports``.
 
     The first match decides: the interface in NETWORK_INTERFACE or a similar variable, the address in the rendezvous,
@@ -246,10 +249,10 @@ def _addresses(reports: list[Report], environment: Mapping[str, str]) -> list[st
         names = ", ".join(name for name, local in lacking[0]["interfaces"].items() if local)
         problem = f"node {lacking[0]['host']} has no address on interface '{interface}' (it has {names})"
         raise config_error(variable, problem, "set it to the interface between the nodes, or unset it")
-    addresses = [report["address"] or node_address(report["host"]) for report in reports]
+    addresses = [report["address"] or resolve_node_address(report["host"]) for report in reports]
     if addresses[0].startswith("127."):  # on its own node, a host name may mean the loopback
         no_route = translate_errors(
-            OSError, lambda error: _network_error(f"the first node has no route to {addresses[1]}: {error}")
+            OSError, lambda error: _make_network_error(f"the first node has no route to {addresses[1]}: {error}")
         )
         with no_route, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((addresses[1], 9))  # sends nothing
@@ -257,25 +260,26 @@ def _addresses(reports: list[Report], environment: Mapping[str, str]) -> list[st
     return addresses
 
 
-def node_address(name: str) -> str:
-    """Return the address of a node from Slurm; raise ConfigError if it is unknown."""
+def resolve_node_address(name: str) -> str:
+    """Return the IPv4 address of the node ``name`` from Slurm; raise ConfigError if it is unknown."""
     host = read_node_address(name)  # an address or a host name
     if host is None:
-        raise _network_error(f"scontrol shows no address of node {name}")
+        raise _make_network_error(f"scontrol shows no address of node {name}")
     unresolved = translate_errors(
-        (OSError, UnicodeError), lambda error: _network_error(f"Slurm's address {host} of node {name}: {error}")
+        (OSError, UnicodeError), lambda error: _make_network_error(f"Slurm's address {host} of node {name}: {error}")
     )
     with unresolved:
         return socket.gethostbyname(host)
 
 
-def _network_error(problem: str) -> ConfigError:
+def _make_network_error(problem: str) -> ConfigError:
+    """Return a ConfigError about the network between the nodes, with a fix."""
     fix = "set NETWORK_INTERFACE to the interface that joins them, or open the firewall between them"
     return config_error("network of the nodes", problem, fix)
 
 
 class NodeWorker:
-    """The worker of a node; it executes the order ``NAME`` by its method ``order_NAME``."""
+    """The worker of a node: it reads orders of the launcher and executes the order ``NAME`` by ``order_NAME``."""
 
     def __init__(
         self, node: int, orders: int = 0, write: Callable[[bytes], object] | None = None, address: str | None = None
@@ -325,12 +329,12 @@ class NodeWorker:
                     getattr(self, f"order_{name}")(**order)
 
     def forward_signals(self) -> None:
-        """Forward signals to the launcher, as a terminal does on a single node."""
+        """Let SIGTERM, SIGINT, SIGHUP and SIGUSR1 be reported to the launcher instead of ending this worker."""
         for signum in _SIGNALS:
             signal.signal(signum, lambda signum, _: self._signals.append(signum))
 
     def order_over(self, code: int, cause: str) -> None:
-        """Store how the run ended."""
+        """Store how the run ended: its exit code and the cause, for the worker's own exit code."""
         self.ending = Ending(code, cause)
 
     def order_describe(self, needed: Sequence[str] = ()) -> None:
@@ -404,7 +408,7 @@ class NodeWorker:
         self._report("begin", removed=removed)
 
     def order_token(self, token: str) -> None:
-        """Store the token of the next server."""
+        """Write the token of the next server to this node's token file."""
         assert self._scratch is not None
         self._scratch.write_token(token)
 
@@ -415,7 +419,7 @@ class NodeWorker:
         """
         assert self._scratch is not None
         planned = Process.of_json(process)
-        for record in rank_records(self._run_dir, self._node):  # records of the predecessor
+        for record in read_rank_records(self._run_dir, self._node):  # records of the predecessor
             (self._run_dir / "processes" / f"rank_{record['rank']}.json").unlink(missing_ok=True)
         self._children[name] = Child(planned, self._environment, self._run_dir, self._scratch)
 
@@ -427,17 +431,17 @@ class NodeWorker:
         self._report("end")
 
     def order_stop(self) -> None:
-        """Create the stop request here, too: on NFS, a file of another node may be invisible for a minute."""
+        """Create the stop file from this node, too: on NFS, a file of another node may be invisible for a minute."""
         stop_file(self._run_dir).touch()
 
     def order_stacks(self) -> None:
-        """Let every rank of this node write its stacks."""
-        for pid in rank_pids(self._run_dir, self._node).values():
+        """Send SIGUSR2 to every rank of this node, which then writes the stacks of its threads."""
+        for pid in find_rank_pids(self._run_dir, self._node).values():
             with contextlib.suppress(ProcessLookupError):  # the rank has ended
                 os.kill(pid, signal.SIGUSR2)
 
     def _report_changes(self) -> None:
-        """Report processes with a new state, including their ranks."""
+        """Report the state of each process, with its ranks, that has changed since its last report."""
         reap()
         for name, child in self._children.items():
             state = asdict(child.state())
@@ -446,6 +450,7 @@ class NodeWorker:
                 self._report("process", name=name, state=state)
 
     def _report(self, kind: str, **facts: Any) -> None:
+        """Send a report to the launcher as JSON, in lines of at most 800 characters of it."""
         text = json.dumps({"kind": kind, **facts})
         for start in range(0, len(text), _PIECE_LENGTH):
             end = start + _PIECE_LENGTH

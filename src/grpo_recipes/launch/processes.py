@@ -93,7 +93,7 @@ class State:
 
     @classmethod
     def of_json(cls, plain: Mapping[str, Any]) -> State:
-        """Return the state from the plain data of ``dataclasses.asdict``."""
+        """Return the state from the mapping that ``dataclasses.asdict`` made of it."""
         lost = Ending(**plain["lost"]) if plain["lost"] else None
         return cls(**{**plain, "lost": lost, "ranks": [Rank(**rank) for rank in plain["ranks"]]})
 
@@ -146,8 +146,8 @@ class Child(StartedProcess):
         return self._popen.poll() is None
 
     def state(self) -> State:
-        alive, lost = self.alive(), self._lost()
-        ranks = self._ranks() if self.process.trains else ()  # after ``lost``: a rank records its end first
+        alive, lost = self.alive(), self._find_lost()
+        ranks = self._read_ranks() if self.process.trains else ()  # after ``lost``: a rank records its end first
         record = rundir.read_json(self._record)
         return State(alive, record.get("pid"), record.get("exit"), lost, ranks)
 
@@ -171,7 +171,7 @@ class Child(StartedProcess):
         wait_until(lambda: read_code() is not None, seconds, pause=0.02)
         return read_code()
 
-    def _lost(self) -> Ending | None:
+    def _find_lost(self) -> Ending | None:
         """Return the end of the watched process that is gone, or None; otherwise watch new engines of vLLM.
 
         Watched are the command and, for a server, its vLLM engines. If an engine and the command are gone, the engine
@@ -197,25 +197,25 @@ class Child(StartedProcess):
         record = rundir.read_json(self._record)
         return ending_from_exit(f"{label} (pid {record.get('pid')})", record.get("exit"))
 
-    def _ranks(self) -> list[Rank]:
+    def _read_ranks(self) -> list[Rank]:
         """Return a ``Rank`` for the record of each rank on this node.
 
         For a rank that is gone without an exit code in its record, wait at most ``_PRINTED_SECONDS`` until its parent
         prints the code. If the parent was killed, do not wait.
         """
-        records = rank_records(self._run_dir, self.process.node)
+        records = read_rank_records(self._run_dir, self.process.node)
         gone = {record["pid"] for record in records if "exit" not in record and not tree.is_alive(record["pid"])}
         ended = gone or any(record.get("exit") == EXIT_STOPPED for record in records)
         orphaned = bool(ended) and (self._exit_code_within(0.3) or 0) < 0
         deadline = time.monotonic() + _PRINTED_SECONDS  # for all ranks together
         for pid in gone - self._rank_codes.keys():
-            self._rank_codes[pid] = None if orphaned else self._printed_code(pid, deadline)
+            self._rank_codes[pid] = None if orphaned else self._find_printed_code(pid, deadline)
         return [
             Rank(record, str(self.log), record["pid"] in gone, self._rank_codes.get(record["pid"]), orphaned)
             for record in records
         ]
 
-    def _printed_code(self, pid: int, deadline: float) -> int | None:
+    def _find_printed_code(self, pid: int, deadline: float) -> int | None:
         """Return the exit code of a rank that its parent prints to the log, or None if it prints none in time.
 
         The parent is torch's elastic agent or accelerate's launcher. Wait until ``deadline`` at most. The result is
@@ -223,7 +223,7 @@ class Child(StartedProcess):
         """
 
         def find_code() -> int | None:
-            text = tail(self.log, 2000)
+            text = read_last_lines(self.log, 2000)
             if match := re.search(rf"exitcode\s*:\s*(-?\d+) \(pid: {pid}\)", text):
                 return int(match[1])
             if match := re.search(r"died with <Signals\.\w+: (\d+)>", text):
@@ -234,7 +234,7 @@ class Child(StartedProcess):
         return find_code()
 
 
-def rank_records(run_dir: Path, node: int = 0) -> list[dict[str, Any]]:
+def read_rank_records(run_dir: Path, node: int = 0) -> list[dict[str, Any]]:
     """Return the content of each ``processes/rank_<n>.json`` of a node; files without a rank and pid are skipped."""
     records = (rundir.load_json_mapping(path) or {} for path in sorted((run_dir / "processes").glob("rank_*.json")))
     return [
@@ -244,9 +244,9 @@ def rank_records(run_dir: Path, node: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-def rank_pids(run_dir: Path, node: int = 0) -> dict[int, int]:
+def find_rank_pids(run_dir: Path, node: int = 0) -> dict[int, int]:
     """Return rank -> pid of the living ranks of ``node``, which must be the node of this process."""
-    running = (record for record in rank_records(run_dir, node) if "exit" not in record)
+    running = (record for record in read_rank_records(run_dir, node) if "exit" not in record)
     return {record["rank"]: record["pid"] for record in running if tree.is_alive(record["pid"])}
 
 
@@ -283,10 +283,10 @@ class Group:
             ranks=[rank for state in states for rank in state.ranks],
         )
 
-    def first_error(self) -> str:
-        """Return the first error of a server's engine from its log; empty for other processes."""
+    def find_first_error(self) -> str:
+        """Return the first error of a vLLM engine in the server's log; "" without an error and for other processes."""
         serves = self.process.ready == "serving"
-        return first_error(self.log, self.members[0].log_begins, _ENGINE_ERROR) if serves else ""
+        return find_first_error(self.log, self.members[0].log_begins, _ENGINE_ERROR) if serves else ""
 
     def end(self) -> None:
         """End the processes of all nodes at the same time."""
@@ -297,10 +297,10 @@ class Group:
             thread.join()
 
 
-def newest_model(process: Process, environment: Mapping[str, str]) -> str | None:
-    """Return the folder of the trainer's newest model for a process that is restarted with new models, else None.
+def find_newest_model(process: Process, environment: Mapping[str, str]) -> str | None:
+    """Return the folder of the newest model that the trainer has saved for the server.
 
-    The result is also None if the trainer has not saved a model yet.
+    Return None if there is none yet, or if the process is not restarted with new models (``Process.renewed``).
     """
     if not process.renewed:
         return None
@@ -338,19 +338,19 @@ def find_ending(groups: Sequence[Group], stopping: bool) -> Ending | None:
     if not stopping and (trainers is None or trainers.alive or trainers.exit != 0):
         for group in groups:
             if not group.process.trains and (lost := group.state().lost):
-                error = group.first_error()
+                error = group.find_first_error()
                 cause = f"{lost.cause}: {error}" if error else lost.cause
                 return replace(lost, code=lost.code or 1, cause=cause, log=group.log, lost=group.process, error=error)
     if trainers is None:
         return None
-    ending = _rank_ending(trainers, stopping)
+    ending = _find_rank_ending(trainers, stopping)
     if ending is not None or trainers.lost is None or (stopping and trainers.alive):
         return ending
     log = next(group.log for group in groups if group.process.trains)
     return replace(trainers.lost, log=log) if trainers.lost.code else Ending(0)
 
 
-def _rank_ending(trainers: State, stopping: bool) -> Ending | None:
+def _find_rank_ending(trainers: State, stopping: bool) -> Ending | None:
     """Return the ending of the rank that failed first, or None; a rank without a recorded exit code was killed.
 
     A killed rank is blamed before ranks that recorded an error, because its loss may have caused these errors. Ranks
@@ -369,7 +369,7 @@ def _rank_ending(trainers: State, stopping: bool) -> Ending | None:
         elif rank.gone:
             node = f" on node {record['node']}" if record.get("node") else ""
             ending = ending_from_exit(f"rank {number} (pid {record['pid']}{node})", rank.code)
-            error = first_error(log) if rank.code is None or rank.code > 0 else ""
+            error = find_first_error(log) if rank.code is None or rank.code > 0 else ""
             cause = f"{ending.cause}: {error}" if error else ending.cause
             ending = replace(ending, code=ending.code or 1, cause=cause, failed_rank=number, log=log)
             ended_with_others = rank.code in (None, -signal.SIGTERM)
@@ -388,8 +388,8 @@ def ending_from_exit(name: str, code: int | None) -> Ending:
     return Ending(128 - code if code < 0 else code, f"{name} {reason}")
 
 
-def tail(log: Path, lines: int = _LAST_LINES) -> str:
-    """Return the last lines of a log without library frames and secrets; an empty text if it can't be read."""
+def read_last_lines(log: Path, lines: int = _LAST_LINES) -> str:
+    """Return the last lines of a log, with tracebacks shortened and secrets masked; "" if it can't be read."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - max(400 * lines, 60_000)))
         text = collapse_library_frames(strip_control_codes(file.read().decode(errors="replace")))
@@ -397,7 +397,7 @@ def tail(log: Path, lines: int = _LAST_LINES) -> str:
     return ""
 
 
-def first_error(log: Path, start: int = 0, pattern: re.Pattern[str] = _TRACEBACK_ERROR) -> str:
+def find_first_error(log: Path, start: int = 0, pattern: re.Pattern[str] = _TRACEBACK_ERROR) -> str:
     """Return the first error after byte ``start`` of a log, as one line without secrets; "" if there is no error.
 
     ``pattern`` has the error as its first group. The default finds the last line of Python's tracebacks.
@@ -430,7 +430,7 @@ def main() -> int:
     try:
         tree.die_with_parent(launcher)
         tree.become_subreaper()
-        code = _run(process, run_dir, scratch)
+        code = _run_command(process, run_dir, scratch)
     except _Stopped:
         code = 128 + signal.SIGTERM
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -463,7 +463,7 @@ def _wait_for_saves(run_dir: Path, launcher: int) -> None:
     wait_until(ranks_have_ended, _SAVE_SECONDS, pause=_TICK_SECONDS, stopped=nobody_saves)
 
 
-def _run(process: Process, run_dir: Path, scratch: Scratch) -> int:
+def _run_command(process: Process, run_dir: Path, scratch: Scratch) -> int:
     """Run the command of a process with its output in its log, and record its pid and exit code in ``processes/``.
 
     Return its exit code like a shell, with 128+n for signal n.
@@ -494,7 +494,10 @@ def _run(process: Process, run_dir: Path, scratch: Scratch) -> int:
 
 
 def _report_dead_launcher(run_dir: Path, scratch: Scratch, launcher: int, hooks: AllHooks) -> None:
-    """Finish a run instead of its dead launcher: remove the scratch folders and write the summary."""
+    """Finish the run of a dead launcher: remove the scratch folders, write the summary, and call the hooks.
+
+    If another launch owns the run directory, only remove the scratch folders.
+    """
     scratch.remove()
     with contextlib.suppress(ConfigError):  # the lock does not contain a pid
         if rundir.read_launcher(run_dir)[1] != launcher:

@@ -92,7 +92,7 @@ class MeetingChannel:
         used.
         """
         meeting = self._meeting
-        with _listener(meeting) as listener, _key_file(folder) as (file, key):
+        with _open_listener(meeting) as listener, _key_file(folder) as (file, key):
             self._worker = subprocess.Popen(
                 module_command(WORKER_MODULE), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                 start_new_session=True,
@@ -100,7 +100,7 @@ class MeetingChannel:
             )  # fmt: skip
             OWN_CHILDREN.add(self._worker.pid)
             threading.Thread(target=read_lines, args=(self._worker, on_line), daemon=True).start()
-            threading.Thread(target=self._accept, args=(listener, file, key, on_line), daemon=True).start()
+            threading.Thread(target=self._accept_peers, args=(listener, file, key, on_line), daemon=True).start()
             self._wait_for_all()
         say(f"all {meeting.nodes} nodes have connected: {', '.join(map(self._name, sorted(self._connections)))}")
 
@@ -174,19 +174,22 @@ class MeetingChannel:
             fix = f"start the same command there with --node-rank {missing[0]}, and check the firewall"
             raise config_error("--nodes", fault, fix)
 
-    def _accept(self, listener: socket.socket, file: Path, key: bytes, on_line: OnLine) -> None:
-        """Check each peer that connects, several at the same time."""
+    def _accept_peers(self, listener: socket.socket, file: Path, key: bytes, on_line: OnLine) -> None:
+        """Accept connections until the listener is closed, and start a thread with ``_serve_peer`` for each."""
         with contextlib.suppress(OSError):  # the listener is closed when all nodes have connected
             while True:
                 connection, peer = listener.accept()
                 threading.Thread(
-                    target=self._greet, args=(connection, str(peer[0]), file, key, on_line), daemon=True
+                    target=self._serve_peer, args=(connection, str(peer[0]), file, key, on_line), daemon=True
                 ).start()
 
-    def _greet(self, connection: socket.socket, peer: str, file: Path, key: bytes, on_line: OnLine) -> None:
-        """Check a peer, then pass its reports to ``on_line`` until the connection ends."""
+    def _serve_peer(self, connection: socket.socket, peer: str, file: Path, key: bytes, on_line: OnLine) -> None:
+        """Run the handshake with a peer, then call ``on_line`` with each line that it sends until the connection ends.
+
+        Close the connection of a peer that fails the handshake, and print a note.
+        """
         try:
-            rank = self._admit(connection, peer, file, key)
+            rank = self._verify_worker(connection, peer, file, key)
         except (OSError, ValueError, LookupError, TypeError, _Rejected) as error:
             connection.close()
             note = f"{peer}: {error}"
@@ -199,33 +202,35 @@ class MeetingChannel:
                 on_line(line)
         self._ended[rank].set()
 
-    def _admit(self, connection: socket.socket, peer: str, file: Path, key: bytes) -> int:
-        """Run node 0's side of the handshake with a worker and return its rank; ``_introduce`` is the worker's side.
+    def _verify_worker(self, connection: socket.socket, peer: str, file: Path, key: bytes) -> int:
+        """Run node 0's side of the handshake with a worker, store the connection, and return the worker's rank.
+
+        ``_prove_identity`` is the worker's side.
 
         Raise _Rejected if the peer does not know the key or has a rank that is taken or invalid. If its command
         differs, the wait of ``start`` also ends with a ConfigError.
         """
         deadline, nonce = time.monotonic() + _HANDSHAKE_SECONDS, secrets.token_hex(16)
-        _send(connection, {"grpo": "node 0", "file": str(file), "nonce": nonce})
-        answer = _receive(connection, deadline)
+        _send_message(connection, {"grpo": "node 0", "file": str(file), "nonce": nonce})
+        answer = _receive_message(connection, deadline)
         if "blind" in answer:
             raise _Rejected(f"node {int(answer['blind'])} does not see {file}, which node 0 has just written")
         worker = json.loads(answer["worker"])
-        if not hmac.compare_digest(answer["proof"], _proof(key, "worker", nonce, answer["worker"])):
+        if not hmac.compare_digest(answer["proof"], _compute_proof(key, "worker", nonce, answer["worker"])):
             raise _Rejected("the peer does not know the key of this run")
         rank: int = worker["rank"]
         problem = ""
         with self._changing:
             if worker["command"] != self._command:
-                problem = _difference(rank, worker["command"], self._command)
+                problem = _describe_difference(rank, worker["command"], self._command)
                 self._error = config_error(f"node {rank}", problem, "start every node with the same command")
             elif not isinstance(rank, int) or not 0 < rank < self._meeting.nodes or rank in self._connections:
                 problem = f"node {rank} is already connected"
             reply = json.dumps({"problem": problem, "nodes": self._meeting.nodes})
-            _send(connection, {"reply": reply, "proof": _proof(key, "node 0", worker["nonce"], reply)})
+            _send_message(connection, {"reply": reply, "proof": _compute_proof(key, "node 0", worker["nonce"], reply)})
             if problem:
                 raise _Rejected(problem)
-            _keep_alive(connection)
+            _enable_keep_alive(connection)
             self._names[rank] = f"node {rank} ({worker['host']}, {peer})"
             self._ended[rank] = threading.Event()
             self._connections[rank] = connection
@@ -248,7 +253,7 @@ def connect_to_node_0(meeting: Meeting, command: Message) -> socket.socket:
             timeout = min(_HANDSHAKE_SECONDS, max(0.1, deadline - time.monotonic()))
             connection = socket.create_connection((meeting.address, meeting.port), timeout=timeout)
             try:
-                _introduce(connection, meeting, command)
+                _prove_identity(connection, meeting, command)
             except BaseException:
                 connection.close()
                 raise
@@ -266,28 +271,31 @@ def connect_to_node_0(meeting: Meeting, command: Message) -> socket.socket:
     return connection
 
 
-def _introduce(connection: socket.socket, meeting: Meeting, command: Message) -> None:
-    """Run the handshake with node 0; raise ConfigError if the peer is another program or rejects this node."""
+def _prove_identity(connection: socket.socket, meeting: Meeting, command: Message) -> None:
+    """Run a worker's side of the handshake: prove to node 0, and let it prove, that both can read the key file.
+
+    Raise ConfigError if the peer is another program or rejects this node, or if the key file is not visible here.
+    """
     foreign_peer = config_error(
         "--master-port", f"another program answers at {meeting.endpoint}", "choose another --master-port on every node"
     )
     with translate_errors((ValueError, KeyError, TypeError), lambda _: foreign_peer):
-        hello = _receive(connection, time.monotonic() + _HANDSHAKE_SECONDS)
+        hello = _receive_message(connection, time.monotonic() + _HANDSHAKE_SECONDS)
         file, nonce = Path(hello["file"]), str(hello["nonce"])
     if not file.name.startswith(_KEY_PREFIX):
         raise foreign_peer
     key = _read_key(file)
     if key is None:
-        _send(connection, {"blind": meeting.rank})
+        _send_message(connection, {"blind": meeting.rank})
         fault = f"node {meeting.rank} does not see {file}, which node 0 has just written"
         fix = "start every node in the same shared folder, or set run_root to a shared folder"
         raise config_error("run_root", fault, fix)
     own_nonce = secrets.token_hex(16)
     worker = json.dumps({"rank": meeting.rank, "host": socket.gethostname(), "nonce": own_nonce, "command": command})
-    _send(connection, {"worker": worker, "proof": _proof(key, "worker", nonce, worker)})
+    _send_message(connection, {"worker": worker, "proof": _compute_proof(key, "worker", nonce, worker)})
     with translate_errors((ValueError, KeyError, TypeError), lambda _: foreign_peer):
-        answer = _receive(connection, time.monotonic() + _HANDSHAKE_SECONDS)
-        genuine = hmac.compare_digest(answer["proof"], _proof(key, "node 0", own_nonce, answer["reply"]))
+        answer = _receive_message(connection, time.monotonic() + _HANDSHAKE_SECONDS)
+        genuine = hmac.compare_digest(answer["proof"], _compute_proof(key, "node 0", own_nonce, answer["reply"]))
     if not genuine:
         raise foreign_peer
     reply = json.loads(answer["reply"])
@@ -295,7 +303,7 @@ def _introduce(connection: socket.socket, meeting: Meeting, command: Message) ->
         fix = "start every node with the same command and its own --node-rank"
         raise config_error(f"node {meeting.rank}", problem, fix)
     connection.settimeout(None)
-    _keep_alive(connection)
+    _enable_keep_alive(connection)
 
 
 def _read_key(file: Path) -> bytes | None:
@@ -331,8 +339,8 @@ def _key_file(folder: Path) -> Iterator[tuple[Path, bytes]]:
         file.unlink(missing_ok=True)
 
 
-def _listener(meeting: Meeting) -> socket.socket:
-    """Return the socket on which node 0 waits for the other nodes."""
+def _open_listener(meeting: Meeting) -> socket.socket:
+    """Listen at the master address and return the socket; raise ConfigError if the address can't be used."""
 
     def to_config_error(error: OSError) -> ConfigError:
         fault = f"cannot listen at {meeting.endpoint} ({os.strerror(error.errno or 0)})"
@@ -342,31 +350,35 @@ def _listener(meeting: Meeting) -> socket.socket:
         return socket.create_server((meeting.address, meeting.port), backlog=64)
 
 
-def _difference(rank: int, command: Mapping[str, Any], command_of_node_0: Mapping[str, Any]) -> str:
+def _describe_difference(rank: int, command: Mapping[str, Any], command_of_node_0: Mapping[str, Any]) -> str:
     """Describe the first option that differs between the commands of a node and node 0."""
     name = next((name for name, value in command_of_node_0.items() if command.get(name) != value), "command")
     values = f"{name} {command.get(name)!r}", repr(command_of_node_0.get(name))
     return f"node {rank} was started with {values[0]}, node 0 with {values[1]}"
 
 
-def _proof(key: bytes, sender: str, nonce: str, text: str) -> str:
-    """Return the proof that ``sender`` knows the key; the nonce comes from the receiver."""
+def _compute_proof(key: bytes, sender: str, nonce: str, text: str) -> str:
+    """Return the HMAC-SHA256 of sender, nonce and text, which proves that ``sender`` knows the key.
+
+    The receiver has chosen the nonce.
+    """
     return hmac.new(key, json.dumps([sender, nonce, text]).encode(), "sha256").hexdigest()
 
 
-def _keep_alive(connection: socket.socket) -> None:
+def _enable_keep_alive(connection: socket.socket) -> None:
+    """Let the kernel end the connection after half a minute without an answer, and remove its other timeout."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, seconds in _KEEP_ALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, seconds)
     connection.settimeout(None)
 
 
-def _send(connection: socket.socket, message: Message) -> None:
+def _send_message(connection: socket.socket, message: Message) -> None:
     connection.settimeout(_HANDSHAKE_SECONDS)
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _receive(connection: socket.socket, deadline: float) -> Message:
+def _receive_message(connection: socket.socket, deadline: float) -> Message:
     """Return the next message, a line of JSON; the deadline limits the whole line."""
     line = b""
     while not line.endswith(b"\n"):

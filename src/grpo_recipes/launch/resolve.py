@@ -151,7 +151,7 @@ def is_finished(run: Run, recipe: Recipe, options: Options) -> bool:
     summary, newest = run.summary, find_newest_complete(run.folder / "checkpoints")
     flags = {*options.keys, *(key for key, _ in read_flags(options.flags, []))}
     limit = "max_steps" if recipe["max_steps"] > 0 else "num_train_epochs"
-    if recipe[limit] <= _trained(run)[limit]:
+    if recipe[limit] <= _read_trained(run)[limit]:
         flags -= {"max_steps", "num_train_epochs"}  # these steps are done, and max_steps takes precedence over epochs
     requests_change = flags or options.update_rewards or "error" in (summary.get("published") or {})
     # The user may have removed newer checkpoints.
@@ -163,15 +163,18 @@ def is_finished(run: Run, recipe: Recipe, options: Options) -> bool:
     return True
 
 
-def _trained(run: Run) -> dict[str, float]:
-    """Return the steps and epochs that a run has trained, by the recipe keys that limit them."""
+def _read_trained(run: Run) -> dict[str, float]:
+    """Return the steps and epochs that a run has trained, as ``max_steps`` and ``num_train_epochs``."""
     rows = rundir.read_metrics(run.folder, lenient=True)
     epochs = max((row["epoch"] for row in rows if isinstance(row.get("epoch"), int | float)), default=0.0)
     return {"max_steps": run.summary.get("steps", 0), "num_train_epochs": epochs}
 
 
 def _require_changed_rewards(run: Run, recipe: Recipe) -> None:
-    """Reject ``--update-rewards`` if no reward or environment has changed, or a changed file is not valid Python."""
+    """Raise ConfigError for ``--update-rewards`` if no reward or environment of the run has changed since its copy.
+
+    A changed file that is not valid Python is also an error.
+    """
     flag, specs = "--update-rewards", [spec for spec in user_code(recipe.__getitem__) if ".py:" in spec]
     changed = changed_copies(specs, run.folder / REWARD_COPIES)
     if not changed:
@@ -188,8 +191,11 @@ def _run_root(recipe: Recipe) -> Path:
     return Path(os.path.expanduser(recipe["run_root"]))
 
 
-def make_logs() -> None:
-    """Create the folder of Slurm's logs in the working folder, and LOGDIR, the folder of the processes' logs."""
+def create_log_folders() -> None:
+    """Create ``logs`` in the working folder for Slurm's logs, and LOGDIR for the processes' logs.
+
+    Raise ConfigError if a folder can't be created.
+    """
     problem, fix = f"cannot create the folder {LOGS} here", "launch or submit from a folder that you can write to"
     with translate_errors(OSError, lambda error: config_error("working folder", f"{problem} ({error.strerror})", fix)):
         Path(LOGS).mkdir(exist_ok=True)
@@ -200,7 +206,7 @@ def make_logs() -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
-def note_job(folder: Path, recipe: Recipe, job: str) -> None:
+def record_job(folder: Path, recipe: Recipe, job: str) -> None:
     """Write two files that connect a Slurm job with its run directory ``folder``, in both directions.
 
     ``job`` is ``<cluster>-<job>[_<task>]``. The run directory gets ``JOB_FILE``, and run_root gets a pointer file.
@@ -211,8 +217,11 @@ def note_job(folder: Path, recipe: Recipe, job: str) -> None:
     rundir.write_json(folder / rundir.JOB_FILE, {"job": job, "working_folder": os.getcwd()})
 
 
-def names_of(recipe: Recipe, run: Run | None = None) -> Names:
-    """Return the names of an attempt at ``run``, or at a new run that would start now."""
+def choose_names(recipe: Recipe, run: Run | None = None) -> Names:
+    """Choose run directory, run name, served model name and timestamp of an attempt at ``run``, or at a new run.
+
+    Nothing is created. The served name is random.
+    """
     stamp = rundir.timestamp()
     name = run.name if run else (recipe["run_name"] or recipe.path.stem.removeprefix("config_"))
     folder = run.folder if run else (_run_root(recipe) / f"{name}-{stamp}").absolute()
@@ -228,15 +237,14 @@ def create_run(recipe: Recipe, resources: Resources, names: Names) -> tuple[Run,
         if run := rundir.new_run(names.run_dir, names.run, names.timestamp, resources.facts()):
             return run, names
         time.sleep(1)
-        names = names_of(recipe)
+        names = choose_names(recipe)
     raise config_error("run_root", f"no free name for a run directory of '{names.run}'", "set another run_name")
 
 
 def require_same_world_size(run: Run, plan: Plan) -> None:
-    """Reject a resume if the plan has another number of training processes than before.
+    """Raise ConfigError if the plan of a resumed run has another number of training processes than before.
 
-    The number is compared with the newest checkpoint, or with the submitted plan if there is no checkpoint. Raise
-    ConfigError if they differ.
+    The number is compared with the newest checkpoint, or with the submitted plan if there is no checkpoint.
     """
     checkpoint, planned = find_newest_complete(run.folder / "checkpoints"), plan.batch.world_size
     if checkpoint is not None:
@@ -297,14 +305,17 @@ OFFLINE_WANDB = "export WANDB_MODE=offline and run wandb sync later, or set repo
 
 
 def needs_wandb(recipe: Recipe, environment: Mapping[str, str]) -> bool:
-    """Return whether a run would send data to W&B while it runs."""
+    """Return whether the run sends data to W&B: ``report_to`` has wandb, and W&B is neither offline nor disabled."""
     offline = environment.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
     disabled = environment.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes")
     return "wandb" in (recipe["report_to"] or []) and not disabled and not offline
 
 
 def require_wandb_access(recipe: Recipe, environment: Mapping[str, str]) -> None:
-    """Reject a run that reports to W&B if W&B does not answer: its client would end the trainer after minutes."""
+    """Raise ConfigError if the run reports to W&B, but W&B can't be reached from this machine.
+
+    Its client would otherwise end the trainer after minutes.
+    """
     address = environment.get("WANDB_BASE_URL") or "https://api.wandb.ai"
     if needs_wandb(recipe, environment) and not can_reach(address, environment):
         problem = f"W&B does not answer at {address} from this machine"

@@ -25,7 +25,7 @@ from grpo_recipes.launch import processes, resolve
 from grpo_recipes.launch.attempt import (
     Attempt,
     end_without_run,
-    finish,
+    finish_attempt,
     prepare_attempt,
     print_start,
     rewind_to_checkpoint,
@@ -87,7 +87,7 @@ def launch(options: resolve.Options, resources: Resources | None = None) -> int:
         resources = resources if resources.nodes else resources.on_nodes(meeting.nodes)
         channel = MeetingChannel(meeting, options.as_json())
     if options.dry_run:
-        return _dry_run(options, resources)
+        return _print_dry_run(options, resources)
     if meeting is not None and meeting.rank > 0:
         run, recipe = resolve.resolve_run(options, resources)  # raises the errors of node 0 early
         return 0 if run and resolve.is_finished(run, recipe, options) else serve_node(meeting, options.as_json())
@@ -98,15 +98,15 @@ def launch(options: resolve.Options, resources: Resources | None = None) -> int:
                 if options.benchmark:
                     print_line("\n".join(write_benchmark(run)))
                 return 0
-            attempt = _prepare(run, recipe, options, resources, stop, workers)
+            attempt = _prepare_launch(run, recipe, options, resources, stop, workers)
         except StoppedAtOnce as stopped:
             workers.close(stopped.ending())
             return end_without_run(stopped.ending(), stop.wants_requeue, resources.job)
         ending = supervise(attempt, stop)
-        return finish(attempt, ending, stop.wants_requeue, resources.job, options.benchmark).code
+        return finish_attempt(attempt, ending, stop.wants_requeue, resources.job, options.benchmark).code
 
 
-def _prepare(
+def _prepare_launch(
     run: rundir.Run | None, recipe: Recipe, options: resolve.Options, resources: Resources, stop: StopSignals,
     workers: NodeWorkers,
 ) -> Attempt:  # fmt: skip
@@ -115,11 +115,11 @@ def _prepare(
     ``run`` is the run to resume, or None for a new run. Missing models and datasets are downloaded. Signals are
     deferred from the moment when the run directory is created. Raise ConfigError if a check fails.
     """
-    names = resolve.names_of(recipe, run)
+    names = resolve.choose_names(recipe, run)
     resources = preflight_nodes(workers, resources, os.environ, names.run_dir.parent)
     plan = make_plan(recipe, resources, os.environ)
     require_packages(plan.mode)
-    is_port_free = workers.port_of(plan.placement[0].node)
+    is_port_free = workers.make_port_checker(plan.placement[0].node)
     ports, notes = choose_free_ports(recipe, plan.ports, plan.server_host, is_port_free, plan.mode == "server")
     resolve.require_wandb_access(recipe, os.environ)
     # Missing models and datasets are downloaded now. A resumed run uses the commits that it started with.
@@ -134,7 +134,7 @@ def _prepare(
     require_disk_space(recipe, plan, names.run_dir)
     hooks = AllHooks()
     hook_lines = hooks.check(recipe, os.environ, names.run)
-    resolve.make_logs()
+    resolve.create_log_folders()
     if run is not None:
         lock = rundir.lock_run(run)
         # These requests were for the previous attempt. Later requests are for this attempt.
@@ -158,10 +158,10 @@ def _prepare(
     return replace(attempt, hooks=hooks, hook_lines=hook_lines)
 
 
-def _dry_run(options: resolve.Options, resources: Resources) -> int:
+def _print_dry_run(options: resolve.Options, resources: Resources) -> int:
     """Print the plan and the environment of each process, without creating anything."""
     run, recipe = resolve.resolve_run(options, resources)
-    names = resolve.names_of(recipe, run)
+    names = resolve.choose_names(recipe, run)
     sources = find_assets(recipe, os.environ, run.identity.get("sources") if run else None)
     plan = make_plan(recipe, resources, os.environ, names, sources)
     placeholder = Path(tempfile.gettempdir()) / "grpo-dry-run"  # is never created
@@ -197,7 +197,7 @@ def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
     finally:
         stop.ignore()
         OUTPUT.show_live("")
-        ending = _blame_slurm(ending, stop)
+        ending = _replace_effect_of_sigterm(ending, stop)
         attempt.workers.close(ending)  # first, because ``end_descendants`` would kill srun
         end_descendants()
         shutil.rmtree(attempt.run.folder / rundir.SYNC_FOLDER, ignore_errors=True)
@@ -206,7 +206,7 @@ def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
     return ending
 
 
-def _blame_slurm(ending: Ending, stop: StopSignals) -> Ending:
+def _replace_effect_of_sigterm(ending: Ending, stop: StopSignals) -> Ending:
     """Replace the ending of a failure after SIGTERM by ``stopped by SIGTERM``; return any other ending unchanged.
 
     Slurm sends SIGTERM to every process of the job, so the failure is only its effect.
@@ -306,7 +306,7 @@ class Supervisor:
             if not ending.renews:
                 self._record_restart(ending, restarting)
             for group in reversed(restarting):  # in the reverse order of the start
-                self._end(group)
+                self._end_group(group)
             if any(group.process.trains for group in restarting):
                 self._trained = False
                 find_verified_checkpoint(self._folder / "checkpoints", say)
@@ -317,7 +317,7 @@ class Supervisor:
 
         Environments would otherwise send requests to the server while it runs benchmarks.
         """
-        running = self._running()
+        running = self._list_running()
 
         def tick() -> Ending | None:
             """Run the monitor's checks, and check whether training is over."""
@@ -328,7 +328,7 @@ class Supervisor:
                 say(f"training is over, ending {' and '.join(group.process.called for group in training_only)}")
                 for group in reversed(training_only):
                     running.remove(group)
-                    self._end(group)
+                    self._end_group(group)
             return ending
 
         return processes.wait_for_ending(running, tick, self._stopping)
@@ -341,7 +341,7 @@ class Supervisor:
         restart, too.
         """
         with_trainers = lost.on_loss == "restart with trainers"
-        running = ((group, group.process) for group in self._running())
+        running = ((group, group.process) for group in self._list_running())
         return [
             group
             for group, process in running
@@ -370,14 +370,14 @@ class Supervisor:
             counts = {"process_restarts": {**by_role, lost.role: by_role.get(lost.role, 0) + 1}}
         rundir.write_json(path, {**summary, **counts})
 
-    def _end(self, group: Group) -> None:
-        """End the processes of a group; trainers that continue wait for the next server."""
+    def _end_group(self, group: Group) -> None:
+        """End the processes of a group; for a server, first write the state "starting", so that trainers wait."""
         if group.process.ready == "serving":
             self._epoch += 1
             self._write_server_state("starting")  # first, so that trainers wait instead of failing
         self._groups.pop(group.process.role).end()
 
-    def _running(self) -> list[Group]:
+    def _list_running(self) -> list[Group]:
         """Return the running groups in the order of the plan; if two are lost, the first is blamed."""
         return [self._groups[role] for role in self._planned if role in self._groups]
 
@@ -389,10 +389,10 @@ class Supervisor:
         for role in self._planned:
             if not self._is_missing(role):
                 continue
-            group = self._start(role)
+            group = self._start_role(role)
             if group.process.ready != "started":
-                for other_role in self._startable_beside(role):
-                    self._groups[other_role] = self._start(other_role)
+                for other_role in self._list_roles_to_start_early(role):
+                    self._groups[other_role] = self._start_role(other_role)
                 if ending := self._wait_until_ready(group.members[0]):
                     return ending
             self._groups[role] = group
@@ -402,8 +402,11 @@ class Supervisor:
     def _is_missing(self, role: str) -> bool:
         return role not in self._groups and not (self._trained and self._planned[role][0].until_trained)
 
-    def _start(self, role: str) -> Group:
-        """Start the processes of a role."""
+    def _start_role(self, role: str) -> Group:
+        """Start the processes of a role on their nodes and return them as a group.
+
+        For a server, first write a new token and the state "starting".
+        """
         attempt = self._attempt
         if self._planned[role][0].ready == "serving":
             self._leave_taken_port()
@@ -437,12 +440,12 @@ class Supervisor:
             for role, members in self._planned.items()
         }  # fmt: skip
         # Trainers read the address from the server's state. Environments get it in their command, so they restart.
-        for group in reversed(self._running()):
+        for group in reversed(self._list_running()):
             role = group.process.role
             if not group.process.trains and self._planned[role] != planned[role]:
-                self._end(group)
+                self._end_group(group)
 
-    def _startable_beside(self, role: str) -> list[str]:
+    def _list_roles_to_start_early(self, role: str) -> list[str]:
         """Return the roles that may start before ``role`` is ready, because they wait for it themselves."""
         missing = ((name, members[0]) for name, members in self._planned.items() if self._is_missing(name))
         return [
@@ -456,7 +459,7 @@ class Supervisor:
 
         Other processes are returned unchanged, and all processes as long as the trainer has not saved a model.
         """
-        self._model = processes.newest_model(process, self._attempt.environment) or self._model
+        self._model = processes.find_newest_model(process, self._attempt.environment) or self._model
         if not process.renewed or self._model is None:
             return process
         index = process.argv.index("--model") + 1
@@ -473,7 +476,7 @@ class Supervisor:
 
         def alive() -> bool:
             reap()
-            if ending := monitor.tick() or processes.find_ending(self._running(), self._stopping()):
+            if ending := monitor.tick() or processes.find_ending(self._list_running(), self._stopping()):
                 endings.append(ending)
             return not endings and started.alive()
 

@@ -1,4 +1,4 @@
-"""Run a vLLM server for a model while a command runs, without a plan and trainers.
+"""Run a vLLM server for a model while a block of code runs, without a plan and trainers.
 
 with serving(recipe, "runs/my-run/model", os.environ) as server:
     client = CompletionClient(server.url, model=server.name, token=server.token, owner=server.owner)
@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from grpo_recipes.errors import config_error
-from grpo_recipes.launch.processes import tail
+from grpo_recipes.launch.processes import read_last_lines
 from grpo_recipes.plan.commands import base_environment, run_environment, server_command, server_environment
 from grpo_recipes.plan.devices import find_resources
 from grpo_recipes.plan.ports import LOOPBACK, NotReady, wait_until_ready
@@ -52,17 +52,17 @@ def serving(recipe: Recipe, model: str, environment: Mapping[str, str]) -> Itera
     when this process dies. Ctrl-C does not reach it. Raise ServerFailed with the end of its log if it dies, or if it is
     not ready after ``vllm_server_timeout`` seconds.
     """
-    name, port = f"chat-{secrets.token_hex(4)}", _free_port()
+    name, port = f"chat-{secrets.token_hex(4)}", _find_free_port()
     scratch = make_scratch(environment)
     log = scratch.disk / "server.log"
     try:
-        process = _start(recipe, model, name, port, environment, scratch, log)
+        process = _start_server(recipe, model, name, port, environment, scratch, log)
         try:
             limit, token = recipe["vllm_server_timeout"], scratch.token_file.read_text()
             try:
                 wait_until_ready(lambda: process.poll() is None, process.pid, LOOPBACK, port, name, token, limit)
             except NotReady as error:
-                raise ServerFailed(f"{error}; the end of its log:\n{tail(log)}") from error
+                raise ServerFailed(f"{error}; the end of its log:\n{read_last_lines(log)}") from error
             yield Server(f"http://{LOOPBACK}:{port}", name, token, OwnListener(LOOPBACK, port, lambda: process.pid))
         finally:
             server_processes = descendants(process.pid)  # listed first, because orphans get another parent
@@ -74,7 +74,7 @@ def serving(recipe: Recipe, model: str, environment: Mapping[str, str]) -> Itera
         scratch.remove()
 
 
-def _start(
+def _start_server(
     recipe: Recipe, model: str, name: str, port: int, environment: Mapping[str, str], scratch: Scratch, log: Path
 ) -> subprocess.Popen[bytes]:
     """Start the server with its output in ``log``, and return its process. The server ends with this process.
@@ -101,7 +101,8 @@ def _start(
         )  # fmt: skip
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
+    """Return a port that is free on the loopback now; it is not reserved."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])

@@ -21,7 +21,14 @@ from grpo_recipes.errors import ConfigError, Problem, config_error, translate_er
 from grpo_recipes.fetch.assets import Assets, find_assets, record_assets
 from grpo_recipes.launch.attempt import SUBMITTED, freeze_inputs
 from grpo_recipes.launch.hooks import AllHooks
-from grpo_recipes.launch.resolve import OFFLINE_WANDB, make_logs, names_of, needs_wandb, note_job, require_wandb_access
+from grpo_recipes.launch.resolve import (
+    OFFLINE_WANDB,
+    choose_names,
+    create_log_folders,
+    needs_wandb,
+    record_job,
+    require_wandb_access,
+)
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, display_path, find_code_root, module_command
 from grpo_recipes.plan.devices import Resources, environment_device
 from grpo_recipes.plan.disk_space import require_disk_space
@@ -62,7 +69,7 @@ class Submission:
         )
 
 
-def site_profile(name: str, environment: Mapping[str, str]) -> Profile:
+def read_site_profile(name: str, environment: Mapping[str, str]) -> Profile:
     """Read a Slurm profile by its path or by its name.
 
     A path is relative to the working folder or the repository. The name is a file in ``slurm/profiles``. The variable
@@ -80,12 +87,12 @@ def site_profile(name: str, environment: Mapping[str, str]) -> Profile:
 
 
 def site_environment(profile: Profile, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the user's variables, and the site's cache folder unless CACHE_ROOT is set."""
+    """Return ``environment`` with CACHE_ROOT set to the profile's ``cache_root``, unless it is set already."""
     return {**({"CACHE_ROOT": profile.cache_root} if profile.cache_root else {}), **environment}
 
 
 def site_resources(profile: Profile) -> Resources:
-    """Return the resources of a job with this profile."""
+    """Return the GPUs, cores and nodes that a job with this profile gets, with placeholders as node addresses."""
     device = "cuda" if profile.gpus else "cpu"
     gpus = tuple(str(index) for index in range(profile.gpus))
     return Resources(device, gpus, profile.cpus or 1, gpu_gib=profile.gpu_memory_gib).on_nodes(profile.nodes)
@@ -102,7 +109,7 @@ def prepare_submission(
     environment = site_environment(profile, environment)
     resources, profile_notes = site_resources(profile), check_profile(profile)
     recipe = with_site_run_root(resolve_recipe(recipe_name, task, flags, environment, resources.device), profile)
-    names, sources = names_of(recipe), find_assets(recipe, environment)
+    names, sources = choose_names(recipe), find_assets(recipe, environment)
     plan = make_plan(recipe, resources, environment, names, sources)
     plan.notes.extend(profile_notes)
     estimates = estimate(plan, recipe, names, profile.gpu_memory_gib, parse_walltime(profile.time))
@@ -160,9 +167,9 @@ def check_profile(profile: Profile) -> list[str]:
 
 
 def require_environment(profile: Profile) -> None:
-    """Reject this Python environment if the job's nodes need an environment for another device.
+    """Raise ConfigError if this Python environment is for another device (cpu, cuda) than the job's nodes have.
 
-    A profile that specifies an environment passes. Raise ConfigError otherwise.
+    Nothing is checked if the profile specifies an environment.
     """
     if profile.env_dir or profile.env_activate or profile.conda_env:
         return
@@ -174,19 +181,19 @@ def require_environment(profile: Profile) -> None:
 
 
 def submit_run(submission: Submission, profile: Profile) -> tuple[Run, int]:
-    """Freeze the run, submit its batch script, and return the run and its job id.
+    """Create the run directory, submit its batch script to Slurm, and return the run and the job id.
 
     If sbatch fails, remove the run directory again and raise ConfigError. After an error that may have queued the job
     (``MaybeSubmitted``), the run directory stays.
     """
-    run = freeze(submission)
+    run = freeze_run(submission)
     try:
         job = submit_script(run.folder, submission.script(profile))
     except ConfigError as error:
         if not isinstance(error, MaybeSubmitted):  # otherwise the job may be in the queue
             shutil.rmtree(run.folder, ignore_errors=True)
         raise
-    note_job(run.folder, submission.recipe, f"{read_cluster_name()}-{job}")
+    record_job(run.folder, submission.recipe, f"{read_cluster_name()}-{job}")
     return run, job
 
 
@@ -195,7 +202,7 @@ def submit_script(folder: Path, text: str) -> int:
 
     Raise ConfigError if the file cannot be written or sbatch fails.
     """
-    make_logs()  # Slurm opens its logs before the script runs
+    create_log_folders()  # Slurm opens its logs before the script runs
     script = folder / "job.sh"
     fix = "set run_root to a folder with free space that you can write to"
     with translate_errors(
@@ -205,7 +212,7 @@ def submit_script(folder: Path, text: str) -> int:
     return submit(script)
 
 
-def freeze(submission: Submission) -> Run:
+def freeze_run(submission: Submission) -> Run:
     """Create a new run directory with recipe, plan and a copy of the code, for a run that starts later.
 
     ``grpo launch --resume DIR`` with the variables of ``frozen_environment`` starts the run with that copy. Raise
@@ -249,7 +256,7 @@ def freeze(submission: Submission) -> Run:
 
 
 def frozen_environment(run_dir: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that make ``grpo launch --resume run_dir`` run the code that ``freeze`` copied there."""
+    """Return the variables that make ``grpo launch --resume run_dir`` run the code that ``freeze_run`` copied there."""
     code, accelerate = run_dir.absolute() / FROZEN_CODE, run_dir.absolute() / _ACCELERATE_FILE
     has_accelerate_file = accelerate.is_file() or environment.get("CONFIG_FILE")
     return {
@@ -262,14 +269,14 @@ def frozen_environment(run_dir: Path, environment: Mapping[str, str]) -> dict[st
 
 
 def with_site_run_root(recipe: Recipe, profile: Profile) -> Recipe:
-    """Return the recipe with the run_root of the site, unless the user has set another folder."""
+    """Return the recipe with the profile's ``run_root``, unless the user has set this key."""
     if not profile.run_root or recipe.is_set("run_root"):
         return recipe
     return recipe.with_value("run_root", Value(profile.run_root, f"{profile.name}.yaml"))
 
 
 def _check_deep(path: Path, task: str | None, flags: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Raise the problems of `grpo check --deep`, which runs in a separate process because it imports torch."""
+    """Run `grpo check --deep` in a separate process, because it imports torch; raise ConfigError with its problems."""
     options = ["--deep", "--json", *(["--task", task] if task else [])]
     argv = module_command("grpo_recipes", "check", str(path), *options, *flags)
 

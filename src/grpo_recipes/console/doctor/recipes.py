@@ -14,7 +14,7 @@ from grpo_recipes.console.doctor.examine import Machine, apply_first_rule
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import Assets, find_assets
 from grpo_recipes.fetch.hub import describe_gated_model, explain_access
-from grpo_recipes.launch.resolve import names_of
+from grpo_recipes.launch.resolve import choose_names
 from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.plan.devices import find_gpu_memory, find_resources, list_used_gpus
 from grpo_recipes.plan.estimates import Estimates, estimate
@@ -41,13 +41,13 @@ class Case(Machine):
     @functools.cached_property
     def plan(self) -> Plan:
         """The plan of a launch on this machine; raise ConfigError if the recipe can't run here."""
-        variables, names = self.environment, names_of(self.recipe)
+        variables, names = self.environment, choose_names(self.recipe)
         return make_plan(self.recipe, find_resources(variables), variables, names, self.sources)
 
     @functools.cached_property
     def estimates(self) -> Estimates:
         """Memory and disk estimates of the plan, as in `grpo plan`."""
-        return estimate(self.plan, self.recipe, names_of(self.recipe), find_gpu_memory(self.environment), None)
+        return estimate(self.plan, self.recipe, choose_names(self.recipe), find_gpu_memory(self.environment), None)
 
 
 def gpu_plan(case: Case) -> Finding:

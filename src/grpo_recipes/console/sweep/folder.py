@@ -29,7 +29,7 @@ from grpo_recipes.console.report.read import Group, RunRecord, read_run
 from grpo_recipes.console.sweep.spec import SEED, SweepSpec, Trial
 from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.assets import find_assets
-from grpo_recipes.launch.submission import Submission, freeze
+from grpo_recipes.launch.submission import Submission, freeze_run
 from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
@@ -190,7 +190,7 @@ def create_trial_directory(sweep: Sweep, trial: Trial, resources: Resources, env
     names = Names(sweep.trial_dir(trial.index), name, name, sweep.record["timestamp"])
     assets = find_assets(recipe, environment)
     plan = make_plan(recipe, resources, environment, names, assets)
-    freeze(Submission(recipe, names, resources, assets, plan, environment))
+    freeze_run(Submission(recipe, names, resources, assets, plan, environment))
 
 
 def _is_trial(entry: Any, axes: Mapping[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from grpo_recipes.console.sweep.spec import SweepSpec, Trial, is_number, make_tr
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error
 from grpo_recipes.launch import submission
 from grpo_recipes.launch.attempt import SUBMITTED
-from grpo_recipes.launch.resolve import note_job
+from grpo_recipes.launch.resolve import record_job
 from grpo_recipes.paths import display_path, module_command, shell_path
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.plan import make_plan
@@ -297,7 +297,7 @@ def submit_array(
     cluster = read_cluster_name()
     for index in indices:
         recipe = read_frozen(sweep.trial_dir(index) / "recipe.yaml")
-        note_job(sweep.trial_dir(index), recipe, f"{cluster}-{job}_{index}")
+        record_job(sweep.trial_dir(index), recipe, f"{cluster}-{job}_{index}")
     return job
 
 
