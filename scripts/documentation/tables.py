@@ -190,7 +190,7 @@ def maxent_keys_table() -> str:
 def atropos_table(subject: str) -> str:
     """Return a row for each of the ``flags``, ``variables`` or YAML ``settings`` of others' trainers for Atropos."""
     head = {"flags": ("flag", "default", "does"), "variables": ("variable", "default", "is"), "settings": ("key", "is")}
-    row_makers = {"flags": atropos_flags.flag_rows, "variables": atropos_flags.variable_rows}
+    row_makers = {"flags": atropos_flags.list_flag_rows, "variables": atropos_flags.list_variable_rows}
     if subject in row_makers:
         rows = row_makers[subject]()
     else:

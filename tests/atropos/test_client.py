@@ -338,7 +338,7 @@ def test_what_an_environment_says_of_a_trajectory_arrives(connect: Client) -> No
     first, _ = client.take_groups(2, **TAKE)
     assert first == told
     assert [first.is_zeroed(row) for row in range(2)] == [True, False]
-    assert [first.temperature(row) for row in range(2)] == [1.0, 0.5]
+    assert [first.find_temperature(row) for row in range(2)] == [1.0, 0.5]
 
 
 def test_parts_of_a_group_are_joined_and_what_stays_alone_is_dropped(api: RunApi, connect: Client) -> None:
@@ -516,7 +516,7 @@ def test_batches_that_another_client_took_are_counted_and_said(
     client.next_batch()
     post_groups(client.url, [group(2)])
     for _ in range(2):
-        assert client._poll() is None
+        assert client._request_batch() is None
     assert client.counts["stolen_batches"] == 2
     assert [line for line in messages if "another client" in line] == [
         f"another client of run-api at {api.url} took 2 batches of this training. Fix: give each trainer its own "

@@ -162,7 +162,9 @@ def test_every_field_that_a_run_may_change_has_a_reason_and_ours_change_none(mak
 
 def test_an_environment_that_would_never_begin_begins_and_arguments_win(make_run, capsys) -> None:
     base = serve.load_environment(f"{FILE}:Count").config_init()[0]
-    assert serve._required_values(base.model_copy(update={"max_batches_offpolicy": 0}))["max_batches_offpolicy"] == 1
+    assert (
+        serve._list_required_values(base.model_copy(update={"max_batches_offpolicy": 0}))["max_batches_offpolicy"] == 1
+    )
     args = {"total_steps": 120, "steps_per_eval": 20}
     config = made(make_run(atropos_environment=f"{FILE}:Count", atropos_environment_args=args)).config
     assert (config.total_steps, config.steps_per_eval) == (120, 20)
@@ -218,16 +220,16 @@ def test_a_request_gets_at_most_max_completion_length_and_the_first_is_printed(m
     ],
 )
 def test_a_check_finds_what_is_wrong_with_an_environment_without_starting_it(spec, args, message) -> None:
-    (problem,) = serve.environment_problems(spec, args, "recipe.yaml:3")
+    (problem,) = serve.find_environment_problems(spec, args, "recipe.yaml:3")
     assert str(problem).startswith("recipe.yaml:3: ") and message in str(problem)
 
 
 def test_a_check_finds_nothing_in_a_right_one_and_survives_code_that_raises(tmp_path) -> None:
-    assert serve.environment_problems("arithmetic", {"max_num_workers": 2}) == []
-    assert serve.environment_problems(f"{FILE}:Count", {"begin": 1}) == []
-    assert serve.environment_problems("dataset", {"dataset_name": "smoke:sums"}) == []
+    assert serve.find_environment_problems("arithmetic", {"max_num_workers": 2}) == []
+    assert serve.find_environment_problems(f"{FILE}:Count", {"begin": 1}) == []
+    assert serve.find_environment_problems("dataset", {"dataset_name": "smoke:sums"}) == []
     (tmp_path / "raises.py").write_text("1 / 0\n")
-    (problem,) = serve.environment_problems(f"{tmp_path}/raises.py:Env", {})
+    (problem,) = serve.find_environment_problems(f"{tmp_path}/raises.py:Env", {})
     assert "can't be loaded: ZeroDivisionError: division by zero" in problem.what
 
 

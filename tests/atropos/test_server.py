@@ -24,7 +24,7 @@ from grpo_recipes.extensions.atropos.server import (
     RunServer,
     RunServerConfig,
     ServerGone,
-    generation_params,
+    build_generation_params,
     record_requests,
 )  # fmt: skip
 
@@ -217,9 +217,9 @@ def test_what_is_asked_in_a_block_is_noted_with_the_policy_of_its_begin(vllm: Fa
     requests = asyncio.run(ask())
     assert [request.policy_version for request in requests] == [2, 2, 3]
     plain = {"temperature": 0.5, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-    assert generation_params(requests) == {**plain, "policy_version": 2}
-    assert generation_params(requests[:2]) == {**plain, "top_p": 1.0, "policy_version": 2}
-    assert generation_params([]) == {}
+    assert build_generation_params(requests) == {**plain, "policy_version": 2}
+    assert build_generation_params(requests[:2]) == {**plain, "top_p": 1.0, "policy_version": 2}
+    assert build_generation_params([]) == {}
 
 
 def test_a_server_that_was_never_told_its_policy_leaves_it_open(vllm: FakeVllm) -> None:
@@ -228,7 +228,7 @@ def test_a_server_that_was_never_told_its_policy_leaves_it_open(vllm: FakeVllm) 
     async def ask() -> dict[str, Any]:
         with record_requests() as recorded:
             await server_of(vllm).tokens_and_logprobs_completion(input_ids=[1], max_tokens=8)
-        return generation_params(recorded)
+        return build_generation_params(recorded)
 
     assert "policy_version" not in asyncio.run(ask())
 

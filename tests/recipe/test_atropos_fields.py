@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.extensions.atropos.fields import configuration_of
-from grpo_recipes.extensions.atropos.rules import argument_notes
+from grpo_recipes.extensions.atropos.fields import read_configuration
+from grpo_recipes.extensions.atropos.rules import find_unchecked_arguments
 from grpo_recipes.recipe.check import check
 
 pytest.importorskip("atroposlib")
@@ -33,7 +33,7 @@ def test_the_fields_of_shipped_environments_are_those_of_their_classes() -> None
 
     for name, kind in CLASSES.items():
         config = kind.env_config_cls
-        assert configuration_of(name) == (config.__name__, frozenset(config.model_fields))
+        assert read_configuration(name) == (config.__name__, frozenset(config.model_fields))
 
 
 @pytest.mark.parametrize("environment", ["arithmetic", "dataset"])
@@ -63,7 +63,7 @@ def test_the_fields_of_ones_own_environment_are_read(read, tmp_path: Path, text:
     assert f"{name} has no field 'problms'" in problem and ("use 'problems'" in problem) == (name == "Fields")
     assert bool(problems_of(read, environment, {"problems": 4})) == (name != "Fields")
     recipe = read(**GROUPS, atropos_environment=environment, atropos_environment_args={"steps_per_eval": 4})
-    assert problems_of(read, environment, {"steps_per_eval": 4}) == [] == [*argument_notes(recipe)]
+    assert problems_of(read, environment, {"steps_per_eval": 4}) == [] == [*find_unchecked_arguments(recipe)]
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,6 @@ def test_fields_that_the_source_does_not_show_are_left_to_deep_with_a_note(read,
     environment = write(tmp_path, text)
     assert problems_of(read, environment, {"problms": 4}) == []
     keys = {**GROUPS, "atropos_environment": environment}
-    (note,) = argument_notes(read(**keys, atropos_environment_args={"problms": 4}))
+    (note,) = find_unchecked_arguments(read(**keys, atropos_environment_args={"problms": 4}))
     assert f"'{environment}' does not show its fields: run grpo check --deep to check them" in note
-    assert [*argument_notes(read(**keys))] == []
+    assert [*find_unchecked_arguments(read(**keys))] == []

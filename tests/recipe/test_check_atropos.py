@@ -13,7 +13,12 @@ from golden import compare_messages, golden_files
 
 from grpo_recipes import cli
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.extensions.atropos.recipe import atropos_environments, atropos_labels, starts_run_api, uses_atropos
+from grpo_recipes.extensions.atropos.recipe import (
+    list_environments,
+    make_environment_labels,
+    starts_run_api,
+    uses_atropos,
+)
 from grpo_recipes.paths import display_path
 from grpo_recipes.recipe import Recipe, read_frozen, read_recipe
 from grpo_recipes.recipe.check import check, notes
@@ -128,13 +133,13 @@ def test_an_environment_of_the_users_is_read_and_kept_with_its_reward(
 def test_environments_have_short_names_of_their_own(read: Read) -> None:
     ids = ["arithmetic", "my_own.py:Two Sums!", "a.b:arithmetic", "arithmetic", "x:Ä", f"x:{'l' * 99}"]
     recipe = read(**mixture(*({"id": name} for name in ids)))
-    labels = atropos_labels(recipe.__getitem__)
+    labels = make_environment_labels(recipe.__getitem__)
     assert labels == ["arithmetic", "two-sums", "arithmetic-2", "arithmetic-3", "environment", "l" * 40]
 
 
 def test_weights_and_least_shares_come_from_the_mixture(read: Read) -> None:
     entries = [{"id": "arithmetic", "weight": 3, "min_allocation": 0.25}, {"id": "dataset", "args": {"seed": 1}}]
-    first, second = atropos_environments(read(**mixture(*entries)).__getitem__)
+    first, second = list_environments(read(**mixture(*entries)).__getitem__)
     assert (first.weight, first.min_allocation, first.args) == (3.0, 0.25, {})
     assert (second.weight, second.min_allocation, second.args) == (1.0, None, {"seed": 1})
     assert not uses_atropos(read().__getitem__)

@@ -82,7 +82,7 @@ def test_ranks_without_a_client_send_as_before(tmp_path: Path) -> None:
 def test_a_server_that_was_started_again_is_seen_to_while_groups_are_waited_for(tmp_path: Path) -> None:
     trainer = trainer_with_server()
     rollouts = source(tmp_path)
-    assert [rollouts._check_stop(trainer) for _ in range(2)] == [False, True]
+    assert [rollouts._reconnect_and_check_stop(trainer) for _ in range(2)] == [False, True]
     assert trainer.calls == ["reconnect", "reconnect"]
 
 
@@ -123,7 +123,7 @@ def test_a_trajectory_is_as_long_as_the_recipe_allows(
     rollouts._script.max_prompt_length = prompt
     config = SimpleNamespace(max_position_embeddings=512)
     trainer = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config)))
-    assert rollouts._longest_trajectory(trainer) == expected
+    assert rollouts._limit_trajectory(trainer) == expected
 
 
 def test_a_completion_reads_as_turns_of_the_policy_and_of_the_environment() -> None:

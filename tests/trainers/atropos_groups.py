@@ -93,7 +93,7 @@ def make_trainer(
     )
     groups = args.generation_batch_size // args.num_generations
     default = partial(_known, groups)
-    source._client = ScriptedClient(make or default, partial(source._check_stop, trainer))
+    source._client = ScriptedClient(make or default, partial(source._reconnect_and_check_stop, trainer))
     return trainer
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.extensions.atropos import main as atropos
-from grpo_recipes.extensions.atropos.flags import FIELDS, FLAGS, VARIABLES, flag_rows, variable_rows
+from grpo_recipes.extensions.atropos.flags import FIELDS, FLAGS, VARIABLES, list_flag_rows, list_variable_rows
 from grpo_recipes.extensions.atropos.main import BASE, VERBOSITY, AtroposLaunch
 from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.devices import Resources
@@ -61,7 +61,7 @@ def four_gpus(machine) -> None:
 
 
 def read(*arguments: str) -> AtroposLaunch:
-    return atropos.read(list(arguments))
+    return atropos.read_launch(list(arguments))
 
 
 def recipe_of(door: AtroposLaunch) -> Recipe:
@@ -79,7 +79,7 @@ def resolved(*arguments: str) -> Recipe:
 
 def refused(*arguments: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        atropos.read(list(arguments))
+        atropos.read_launch(list(arguments))
     return [str(problem) for problem in caught.value.problems]
 
 
@@ -779,12 +779,12 @@ def test_no_default_of_the_help_differs_from_what_is_taken() -> None:
 
 
 def test_tables_of_the_page_have_every_flag_and_variable() -> None:
-    assert [name.split(", ")[0] for name, _, _ in flag_rows()][: len(FLAGS.rows)] == [
+    assert [name.split(", ")[0] for name, _, _ in list_flag_rows()][: len(FLAGS.rows)] == [
         f"`{row.name}`" for row in FLAGS.rows
     ]
-    assert {f"`{name}`" for name in FIELDS.by_name} <= {name for name, _, _ in flag_rows()}
-    assert [name for name, _, _ in variable_rows()] == [f"`{row.name}`" for row in VARIABLES.rows]
-    assert all(about for _, _, about in (*flag_rows(), *variable_rows()))
+    assert {f"`{name}`" for name in FIELDS.by_name} <= {name for name, _, _ in list_flag_rows()}
+    assert [name for name, _, _ in list_variable_rows()] == [f"`{row.name}`" for row in VARIABLES.rows]
+    assert all(about for _, _, about in (*list_flag_rows(), *list_variable_rows()))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from grpo_recipes.errors import Problem
-from grpo_recipes.extensions.atropos.verl import VERL, rows, trainers_of
+from grpo_recipes.extensions.atropos.verl import VERL, count_trainers, rows
 from grpo_recipes.extensions.migrate.migrate import is_translated, migrate
 from grpo_recipes.recipe import Recipe, merge_recipe
 from grpo_recipes.recipe.check import check
@@ -430,7 +430,7 @@ def test_keys_of_a_recipe_may_stand_beside_the_sections(tmp_path: Path) -> None:
     [(8, 1, False, 7), (8, 2, False, 6), (1, 1, False, None), (1, 1, True, 1)],
 )
 def test_the_server_has_some_of_the_gpus(gpus: int, parallel: int, shared: bool, trainers: int | None) -> None:
-    assert trainers_of(gpus, parallel, shared) == trainers
+    assert count_trainers(gpus, parallel, shared) == trainers
 
 
 @pytest.mark.parametrize("device", [None, "cuda", "cpu"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.extensions.atropos.recipe import ENVIRONMENT_TOKEN, admits_environments, longest_trajectory
+from grpo_recipes.extensions.atropos.recipe import ENVIRONMENT_TOKEN, admits_environments, find_trajectory_limit
 from grpo_recipes.paths import shell_path
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
@@ -41,7 +41,9 @@ def grant_access(recipe: Recipe, plan: Plan, names: Names) -> str | None:
     token = secrets.token_hex(16)
     _write_private(names.run_dir / ENVIRONMENT_TOKEN, token)
     settings = names.run_dir / SETTINGS
-    _write_private(settings, _HEADER + yaml.safe_dump(serve_settings(recipe, plan, names, token), sort_keys=False))
+    _write_private(
+        settings, _HEADER + yaml.safe_dump(build_serve_settings(recipe, plan, names, token), sort_keys=False)
+    )
     return f"python ENVIRONMENT.py serve --config {shell_path(settings)}"
 
 
@@ -51,8 +53,8 @@ def revoke_access(run_dir: Path) -> None:
         (run_dir / name).unlink(missing_ok=True)
 
 
-def serve_settings(recipe: Recipe, plan: Plan, names: Names, token: str) -> dict[str, Any]:
-    """Return the content of the settings file: the values that trainer and environment must share.
+def build_serve_settings(recipe: Recipe, plan: Plan, names: Names, token: str) -> dict[str, Any]:
+    """Return the content of the settings file for ``ENVIRONMENT.py serve``: values that trainer and environment share.
 
     ``env`` has fields of the environment's configuration, and ``openai`` lists the run's vLLM server twice.
     """
@@ -66,7 +68,7 @@ def serve_settings(recipe: Recipe, plan: Plan, names: Names, token: str) -> dict
     environment = {
         "tokenizer_name": plan.model,
         "group_size": recipe["num_generations"],
-        "max_token_length": longest_trajectory(recipe.__getitem__),
+        "max_token_length": find_trajectory_limit(recipe.__getitem__),
         "rollout_server_url": str(recipe["atropos_api_url"]).rstrip("/"),
         "total_steps": ENDLESS,
     }
@@ -74,7 +76,7 @@ def serve_settings(recipe: Recipe, plan: Plan, names: Names, token: str) -> dict
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write a file that only the user can read; an existing file is replaced at once, never half-written."""
+    """Write a text to a new file that only the user can read, then rename it to ``path``, replacing an older file."""
     temporary = path.with_name(f".{path.name}")
     temporary.unlink(missing_ok=True)
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -56,7 +56,7 @@ class Registration:
     num_steps: int
 
     def __post_init__(self) -> None:
-        """Raise AtroposError for a value of the wrong type, and for a size below 1."""
+        """Raise AtroposError if a value has the wrong type, or batch_size or max_token_len is below 1."""
         for field in fields(self):
             value, expected = getattr(self, field.name), str if field.type == "str" else int
             if type(value) is not expected:
@@ -68,9 +68,10 @@ class Registration:
 
     @classmethod
     def from_mapping(cls, data: Any) -> Registration:
-        """Return the registration in a mapping, or ``data`` itself if it is a registration.
+        """Convert a mapping of field names to a Registration; return ``data`` itself if it is a Registration.
 
-        AtroposError names the first missing field, or a value of the wrong type.
+        Other keys are ignored. Raise AtroposError if ``data`` is not a mapping, a field is missing, or a value has the
+        wrong type.
         """
         if isinstance(data, cls):
             return data
@@ -139,11 +140,11 @@ class AtroposClient:
         self._last_rejection = ""  # message of the last rejection in the current wait
 
     def status(self) -> dict[str, Any]:
-        """Return run-api's ``current_step`` (batches that it has packed) and ``queue_size`` (groups not yet packed)."""
+        """Request run-api's ``current_step`` (number of packed batches) and ``queue_size`` (groups not yet packed)."""
         return dict(self._api.request("GET", "/status"))
 
     def info(self) -> dict[str, Any]:
-        """Return the ``batch_size`` and ``max_token_len`` of run-api's registration; -1 if there is none."""
+        """Request the ``batch_size`` and ``max_token_len`` of run-api's registration; both are -1 if there is none."""
         return dict(self._api.request("GET", "/info"))
 
     # --- registration ----------------------------------------------------------------------------------------------
@@ -151,8 +152,8 @@ class AtroposClient:
     def register(self, registration: Registration | Mapping[str, Any]) -> int:
         """Register this training with a run-api that is not in use; return the uuid that run-api assigns.
 
-        After that, environments can join. Raises AtroposError if a field is missing, run-api does not answer within the
-        timeout, or it has another registration.
+        Then request a batch once, because environments can join only after that. Raise AtroposError if a field is
+        missing, run-api does not answer within the timeout, or it has another registration.
         """
         requested = Registration.from_mapping(registration)
         self._connect()
@@ -164,12 +165,12 @@ class AtroposClient:
         self._check_registration(requested)
         self._registration = requested
         # Environments can join only after a trainer has requested a batch.
-        if (batch := self._poll_with_retries(time.monotonic() + self._max_wait)) is not None:
+        if (batch := self._request_batch_with_retries(time.monotonic() + self._max_wait)) is not None:
             self._early_batches.append(batch)
         return uuid
 
     def _connect(self) -> None:
-        """Wait until run-api answers; AtroposError if it does not within ``timeout`` seconds."""
+        """Request ``/status`` until run-api answers; raise AtroposError if it does not within ``timeout`` seconds."""
         deadline = time.monotonic() + self._api.timeout
         for pause in self._api.pauses():
             status, reason = self._api.try_get("/status")
@@ -201,41 +202,43 @@ class AtroposClient:
     # --- batches ---------------------------------------------------------------------------------------------------
 
     def next_batch(self) -> list[Group]:
-        """Wait for the next batch and return its groups unchecked.
+        """Wait for the next batch of run-api and return its groups without validating them.
 
-        Raises AtroposError with a diagnosis if none comes within ``max_wait`` seconds, run-api is not reachable, or it
-        has forgotten this training.
+        Raise AtroposError with a diagnosis if no batch comes within ``max_wait`` seconds, run-api is not reachable, or
+        it has forgotten this training.
         """
         self._last_rejection = ""
         return self._wait_for_batch(time.monotonic() + self._max_wait)
 
     def _wait_for_batch(self, deadline: float) -> list[Group]:
-        """Return the next batch, by polling run-api until the monotonic time ``deadline``.
+        """Request batches from run-api until one comes, and return it.
 
-        A batch that came early goes first.
+        A batch that came during the registration is returned first. Raise AtroposError once the monotonic time
+        ``deadline`` has passed.
         """
         if self._early_batches:
             return self._early_batches.pop(0)
         for pause in self._api.pauses():
-            if (batch := self._poll_with_retries(deadline)) is not None:
+            if (batch := self._request_batch_with_retries(deadline)) is not None:
                 return batch
             self._check_deadline(deadline)
             self._api.sleep(min(pause, max(0.0, deadline - time.monotonic())))
         raise AssertionError("pauses never end")
 
     def _check_deadline(self, deadline: float) -> None:
-        """Raise the error of a wait without groups if the monotonic time ``deadline`` has passed."""
+        """Raise AtroposError with the reason why no groups came if the monotonic time ``deadline`` has passed."""
         if time.monotonic() >= deadline:
-            raise self._timeout_error()
+            raise self._make_timeout_error()
 
-    def _poll_with_retries(self, deadline: float) -> list[Group] | None:
-        """Request a batch and repeat failed requests; return the batch, or None if run-api has none yet.
+    def _request_batch_with_retries(self, deadline: float) -> list[Group] | None:
+        """Request a batch and repeat failed requests; return the batch, or None if run-api has no batch yet.
 
-        AtroposError with a report after ``attempts`` failures, or once ``deadline`` has passed.
+        Raise AtroposError with a report after ``attempts`` failures, or once the monotonic time ``deadline`` has
+        passed.
         """
         for attempt, pause in enumerate(self._api.pauses(), 1):
             try:
-                return self._poll()
+                return self._request_batch()
             except RequestFailed as error:
                 if attempt >= self._api.attempts:
                     lines = [f"Atropos API not reachable at {self.url}: it {error}\n{_NO_BATCH}", *self._diagnose()[1]]
@@ -244,33 +247,33 @@ class AtroposClient:
             self._api.sleep(pause)
         raise AssertionError("pauses never end")
 
-    def _poll(self) -> list[Group] | None:
-        """Request a batch once and count the result; return its groups, or None if run-api has no batch yet.
+    def _request_batch(self) -> list[Group] | None:
+        """Send one request for a batch and count the result; return its groups, or None if run-api has no batch yet.
 
-        RequestFailed if there is no answer or a server error; AtroposError if the answer cannot become valid by
-        repetition.
+        Raise RequestFailed if there is no answer or a server error. Raise AtroposError if repeating the request cannot
+        help, e.g. because run-api has lost the registration.
         """
         self._api.raise_if_stopped()
         try:
             response = self._api.send("GET", "/batch")
         except RequestFailed as error:
             if error.sent:  # run-api hands each batch out once, and may have sent one
-                self._count_lost(f"/batch {error}")
+                self._count_lost_batch(f"/batch {error}")
             raise
         if response.status_code == 500:
             if self._registration is not None and self._api.try_get("/info")[0].get("batch_size") == -1:
-                raise self._unregistered_error("it was reset.")
+                raise self._make_unregistered_error("it was reset.")
             # For example, a batch with NaN is not valid JSON: run-api fails to send it, and has dropped it.
-            self._count_lost(f"/batch answered {describe_response(response)}")
+            self._count_lost_batch(f"/batch answered {describe_response(response)}")
         if response.status_code >= 500:
             raise RequestFailed(f"answered {describe_response(response)}", sent=True)
         content = self._api.read_json(response)
         if not isinstance(content, dict) or "batch" not in content:
             raise AtroposError(f"the server at {self.url}/batch is not a run-api: {describe_response(response)}")
         if content.get("status") == "error":
-            raise self._unregistered_error(str(content.get("message")))
+            raise self._make_unregistered_error(str(content.get("message")))
         if content["batch"] is None:
-            self._count_stolen()
+            self._count_stolen_batches()
             return None
         with translate_errors(ValueError, lambda error: AtroposError(f"run-api at {self.url} handed out {error}")):
             groups = [Group.from_json(entry) for entry in content["batch"]]
@@ -278,10 +281,7 @@ class AtroposClient:
         return groups
 
     def _count_batch(self, groups: Sequence[Group]) -> None:
-        """Count a batch that came.
-
-        Record the sizes of its groups and the arrival time of each environment's last group.
-        """
+        """Add a received batch to the counts, record its group sizes and the time of each environment, and print it."""
         sequences = sum(len(group.tokens) for group in groups)
         self.counts["batches"] += 1
         self.counts["groups"] += len(groups)
@@ -291,16 +291,16 @@ class AtroposClient:
             f"Successfully retrieved batch with {len(groups)} items ({len(groups)} groups, {sequences} sequences)"
         )
 
-    def _count_stolen(self) -> None:
-        """Count and print the batches that another client of run-api took from this training.
+    def _count_stolen_batches(self) -> None:
+        """Request run-api's step; if it has handed out more batches than came here, count and print the difference.
 
-        Call this after ``/batch`` was empty: then run-api has no packed batch, so each batch that its ``current_step``
-        counts went to a client.
+        Call this after ``/batch`` was empty. Then each batch of run-api's ``current_step`` went to a client, and the
+        missing batches went to another client. Do nothing without a registration or an answer.
         """
         status, _ = self._api.try_get("/status")
         if self._registration is None or "current_step" not in status:
             return
-        stolen = int(status["current_step"]) - self._registration.starting_step - self._accounted_batches()
+        stolen = int(status["current_step"]) - self._registration.starting_step - self._count_removed_batches()
         if stolen > 0:
             self.counts["stolen_batches"] += stolen
             self._say(
@@ -308,27 +308,30 @@ class AtroposClient:
                 "trainer its own run-api"
             )
 
-    def _accounted_batches(self) -> int:
-        """Return how many batches of this training have left run-api: they came, were lost or were stolen."""
+    def _count_removed_batches(self) -> int:
+        """Return how many batches of this training have left run-api: received, lost and stolen ones."""
         return self.counts["batches"] + self.counts["lost_batches"] + self.counts["stolen_batches"]
 
     def count_waiting_groups(self, size: int) -> int:
-        """Return how many groups of ``size`` wait for this trainer: queued or packed at run-api, or in this client."""
+        """Request run-api's status and return how many groups of ``size`` rows wait for this trainer.
+
+        They are queued or packed at run-api, or stored in this client.
+        """
         status = self.status()
         waiting = int(status["queue_size"]) + len(self._ready_groups)
         if self._registration is not None:
-            packed = int(status["current_step"]) - self._registration.starting_step - self._accounted_batches()
+            packed = int(status["current_step"]) - self._registration.starting_step - self._count_removed_batches()
             waiting += max(0, packed) * self._registration.batch_size // size
             waiting += sum(len(batch) for batch in self._early_batches)
         return waiting
 
-    def _count_lost(self, reason: str) -> None:
-        """Count and print a batch that run-api has dropped from its queue but may not have delivered."""
+    def _count_lost_batch(self, reason: str) -> None:
+        """Count and print, with the reason, a batch that run-api removed from its queue but may not have delivered."""
         self.counts["lost_batches"] += 1
         self._say(f"run-api at {self.url} may have lost a batch: {reason}")
 
-    def _timeout_error(self) -> AtroposError:
-        """Return the error of a wait without groups: the likely reason first, then the whole report."""
+    def _make_timeout_error(self) -> AtroposError:
+        """Print that the wait took too long; return an AtroposError with the likely reason and a report on run-api."""
         reason, lines = self._diagnose()
         if self._last_rejection:
             reason = f"groups came but were rejected, the last: {self._last_rejection}"
@@ -340,14 +343,14 @@ class AtroposClient:
         return AtroposError("\n  ".join([f"{timed_out}: {reason}\n{_NO_BATCH}", *lines]))
 
     def _diagnose(self) -> tuple[str, list[str]]:
-        """Return the likely reason why no batch comes, and a report: lines about run-api, the counts and the run."""
+        """Ask run-api why no batch comes; return the likely reason, and a report in lines: run-api, counts and run."""
         size = None if self._registration is None else self._registration.batch_size
         reason, lines = diagnose_missing_batch(self._api, size, self.last_seen, self._sizes)
         counts = ", ".join(f"{name} {count}" for name, count in self.counts.items())
         return reason, [*lines, f"since the start: {counts}", *self._describe_run()]
 
-    def _unregistered_error(self, reason: str) -> AtroposError:
-        """Return the error for a run-api that has no registration of this training, e.g. because it was restarted."""
+    def _make_unregistered_error(self, reason: str) -> AtroposError:
+        """Return an AtroposError that says that run-api does not know this training, why, and how to fix it."""
         return AtroposError(f"the run-api at {self.url} does not know this training: {reason} {_ONE_TRAINER}")
 
     # --- groups to train on ----------------------------------------------------------------------------------------
@@ -364,8 +367,9 @@ class AtroposClient:
     ) -> list[Group]:
         """Wait for ``count`` groups that can be trained on; return them, groups of the newest policy first.
 
-        Parts of groups are joined. Groups with a problem, or of a policy that is too old, are dropped and counted. The
-        surplus is kept for the next call: less than ``count`` groups and one batch.
+        Parts of groups are joined. Groups with a problem, or of a policy that is too old, are dropped and counted.
+        Surplus groups are kept for the next call. Raise AtroposError if the groups do not come within ``max_wait``
+        seconds, and NoLogprobs if a group has no log-probs.
 
         Args:
             count: number of groups.
@@ -377,23 +381,25 @@ class AtroposClient:
         """
         deadline, self._last_rejection = time.monotonic() + self._max_wait, ""
         while True:
-            self._ready_groups = [group for group in self._ready_groups if self._is_recent(group, step, max_staleness)]
-            self._parts = [group for group in self._parts if self._is_recent(group, step, max_staleness)]
+            self._ready_groups = [
+                group for group in self._ready_groups if self._accept_policy_age(group, step, max_staleness)
+            ]
+            self._parts = [group for group in self._parts if self._accept_policy_age(group, step, max_staleness)]
             if len(self._ready_groups) >= count:
                 break
             self._check_deadline(deadline)  # batches may come without a single usable group
-            self._add_batch(self._wait_for_batch(deadline), size, longest, vocabulary)
+            self._add_valid_groups(self._wait_for_batch(deadline), size, longest, vocabulary)
         self._ready_groups.sort(
             key=lambda group: -1 if group.policy_version is None else group.policy_version, reverse=True
         )
         groups, self._ready_groups = self._ready_groups[:count], self._ready_groups[count:]
         return groups
 
-    def _add_batch(self, batch: Sequence[Group], size: int, longest: int | None, vocabulary: int | None) -> None:
-        """Keep the valid groups of a batch, and valid parts of groups until their other parts come.
+    def _add_valid_groups(self, batch: Sequence[Group], size: int, longest: int | None, vocabulary: int | None) -> None:
+        """Add the valid groups of a batch to the groups for ``take_groups``; keep parts until their other parts come.
 
-        Other groups are rejected. The oldest parts are rejected too if too many wait. NoLogprobs if a group lacks
-        log-probs.
+        Count other groups as rejected. If more rows wait for other parts than the batch has, reject the oldest parts
+        too. Raise NoLogprobs if a group has no log-probs.
         """
         valid = []
         for index, group in enumerate(batch):
@@ -402,7 +408,7 @@ class AtroposClient:
                 raise NoLogprobs(_NO_LOGPROBS.format(where))
             expected_size = len(group.tokens) if 0 < len(group.tokens) < size else size
             if problem := find_group_problem(group, size=expected_size, longest=longest, vocabulary=vocabulary):
-                self._reject(f"{where}, is not trained on: {problem}")
+                self._count_rejection(f"{where}, is not trained on: {problem}")
                 continue
             self.counts["unknown_version"] += group.policy_version is None
             valid.append(group)
@@ -412,26 +418,27 @@ class AtroposClient:
         while sum(len(part.tokens) for part in parts) > max_pending:
             oldest = parts.pop(0)
             came = f"only {len(oldest.tokens)} of its {size} trajectories came"
-            self._reject(f"a group of environment {oldest.env_id} is not trained on: {came}")
+            self._count_rejection(f"a group of environment {oldest.env_id} is not trained on: {came}")
         self._parts = parts
 
-    def _is_recent(self, group: Group, step: int, max_staleness: int | None) -> bool:
+    def _accept_policy_age(self, group: Group, step: int, max_staleness: int | None) -> bool:
         """Return whether a group's policy is at most ``max_staleness`` steps older than ``step``, or unknown.
 
-        Other groups are counted. A policy of a later step belongs to another training, so that group is rejected.
+        Otherwise count the group: as stale if it is older, as rejected if its policy has a later step, because that
+        policy belongs to another training.
         """
         version = group.policy_version
         if version is not None and version > step:
             problem = f"weights of step {version} sampled it, but this training is at step {step}"
-            self._reject(f"a group of environment {group.env_id} is not trained on: {problem}")
+            self._count_rejection(f"a group of environment {group.env_id} is not trained on: {problem}")
             return False
         if version is not None and max_staleness is not None and version < step - max_staleness:
             self.counts["stale"] += 1
             return False
         return True
 
-    def _reject(self, message: str) -> None:
-        """Count a group that is not trained on, and print the message if it is one of the first 10."""
+    def _count_rejection(self, message: str) -> None:
+        """Count a rejected group, remember the message for a later error, and print it for the first 10 groups."""
         self.counts["rejected"] += 1
         self._last_rejection = message
         if self.counts["rejected"] <= _MAX_PRINTED_REJECTIONS:

@@ -74,7 +74,10 @@ class Connection:
         self._session.headers.update({"Connection": "close", "Accept-Encoding": encoding})
 
     def send(self, method: str, path: str, body: Any = None, limit: float | None = None) -> requests.Response:
-        """Send one request and return the complete response; RequestFailed if it takes more than ``limit`` seconds."""
+        """Send one request and return the complete response, whatever its status; record its duration.
+
+        Raise RequestFailed if there is no answer, or not within ``limit`` seconds (by default, ``timeout``).
+        """
         limit = limit or self.timeout
         started = time.monotonic()
 
@@ -96,10 +99,10 @@ class Connection:
         return response
 
     def request(self, method: str, path: str, body: Any = None, repeat: bool = True) -> Any:
-        """Return the JSON of a response; repeat a request without an answer or with a status of at least 500.
+        """Send a request and return the JSON of its response; repeat it without an answer or with a status >= 500.
 
-        If ``repeat`` is false, a request that run-api may have received is not sent again. AtroposError if ``attempts``
-        requests fail, or run-api rejects one.
+        If ``repeat`` is false, a request that run-api may have received is not sent again. Raise AtroposError if
+        ``attempts`` requests fail, or run-api rejects one.
         """
         failure = ""
         for attempt, pause in zip(range(1, self.attempts + 1), self.pauses(), strict=False):
@@ -119,7 +122,7 @@ class Connection:
         raise AtroposError(f"Atropos API not reachable at {self.url}: it {failure} ({path}, {self.attempts} times)")
 
     def read_json(self, response: requests.Response) -> Any:
-        """Return the JSON of a response; AtroposError if the status is not 200 or the content is not JSON."""
+        """Return the parsed JSON of a response; raise AtroposError if the status is not 200 or the body is not JSON."""
         shown = describe_response(response)
         if response.status_code != 200:
             raise AtroposError(f"run-api rejected {response.url}: {shown}")
@@ -129,7 +132,10 @@ class Connection:
             return json.loads(response.content)
 
     def try_get(self, path: str, body: Any = None) -> tuple[dict[str, Any], str]:
-        """Send one GET, limited to 5 s; return its JSON object and "", or {} and the reason of the failure."""
+        """Send one GET, limited to 5 s; return its JSON object and "", or {} and the reason of the failure.
+
+        Raise nothing: a missing answer, a status other than 200 and other content are reasons.
+        """
         try:
             response = self.send("GET", path, body, limit=min(self.timeout, QUICK_SECONDS))
         except RequestFailed as error:
@@ -152,7 +158,7 @@ class Connection:
             pause *= _PAUSE_GROWTH
 
     def sleep(self, seconds: float) -> None:
-        """Sleep for some seconds; raise WaitAborted as soon as the run stops."""
+        """Sleep for ``seconds``; raise WaitAborted as soon as the run stops."""
         if wait_until(self._stopped, seconds, pause=_STOP_CHECK_SECONDS):
             raise WaitAborted
 

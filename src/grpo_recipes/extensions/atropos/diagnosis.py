@@ -26,7 +26,7 @@ _BUFFERED = (
 def diagnose_missing_batch(
     connection: Connection, batch_size: int | None, last_seen: Mapping[int | None, float], sizes: Collection[int]
 ) -> tuple[str, list[str]]:
-    """Return the likely reason why run-api hands out no batch, and the lines of a report: state, environments, packing.
+    """Request run-api's state; return the likely reason why it hands out no batch, and the lines of a report.
 
     Args:
         connection: the connection to run-api.
@@ -53,7 +53,7 @@ def diagnose_missing_batch(
 
 
 def _read_environments(connection: Connection) -> dict[int, dict[str, Any]]:
-    """Return run-api's status of each environment that has joined, by its id; at most 64."""
+    """Request run-api's status of each environment that has joined; return them by id, at most 64."""
     environments: dict[int, dict[str, Any]] = {}
     for env_id in range(_MAX_ENVIRONMENTS):
         status, _ = connection.try_get("/status-env", {"env_id": env_id})
@@ -64,9 +64,10 @@ def _read_environments(connection: Connection) -> dict[int, dict[str, Any]]:
 
 
 def _read_queued_sizes(connection: Connection) -> set[int]:
-    """Return the two sizes of queued groups that run-api shows: of the latest group, and of the largest group.
+    """Return the sizes of queued groups that run-api shows: of the latest group and of the largest group.
 
-    run-api shows the largest size only to an environment. So an environment of almost no weight joins for the question.
+    run-api shows the largest size only to an environment. So this registers an environment of almost no weight, and
+    disconnects it again. A failed request is ignored.
     """
     latest, _ = connection.try_get("/latest_example")
     sizes = {len(latest["tokens"])} if latest.get("tokens") else set()
@@ -80,7 +81,10 @@ def _read_queued_sizes(connection: Connection) -> set[int]:
 
 
 def _count_groups_without_id(connection: Connection, queued: int, environments: Mapping[int, Mapping[str, Any]]) -> int:
-    """Return the number of queued groups that no environment counts; 0 unless the latest group is one of them."""
+    """Request the latest group; if no known environment sent it, return how many queued groups no environment counts.
+
+    Otherwise return 0.
+    """
     latest, _ = connection.try_get("/latest_example") if queued else ({}, "")
     counted = sum(int(environment.get("self_queue_size", 0)) for environment in environments.values())
     latest_is_uncounted = not environments or latest.get("env_id") not in environments
@@ -90,9 +94,9 @@ def _count_groups_without_id(connection: Connection, queued: int, environments: 
 def _describe_activity(
     environments: Mapping[int, Mapping[str, Any]], last_seen: Mapping[int | None, float], without_id: int
 ) -> list[str]:
-    """Return a line for each environment that joined or sent a group: the age of its last group and its queue.
+    """Return a line for each environment that joined or sent a group: seconds since its last group, and its queue.
 
-    ``last_seen`` has monotonic times. Another line counts the queued groups without an environment.
+    ``last_seen`` has monotonic times by id. A last line counts the ``without_id`` queued groups without an environment.
     """
     now = time.monotonic()
     lines = []
@@ -113,10 +117,10 @@ def _explain_packing(
     environments: Mapping[int, Mapping[str, Any]],
     without_id: int,
 ) -> str:
-    """Return one sentence that says why run-api's packing rule makes no batch of the queued groups.
+    """Return a sentence that explains why run-api builds no batch from the queued groups.
 
-    A predicted deadlock starts with "deadlock". ``sizes`` are known group sizes, ``without_id`` counts queued groups of
-    no environment.
+    The sentence starts with "deadlock" if run-api would never build one. ``sizes`` are known group sizes, and
+    ``without_id`` is the number of queued groups without an environment.
     """
     if batch_size > 0 and (reason := predict_deadlock(batch_size, sorted(sizes))):
         return f"{_DEADLOCK}, since {reason}"

@@ -36,7 +36,7 @@ from grpo_recipes.extensions.atropos.server import (
     PromptTooLong,
     RunServer,
     RunServerConfig,
-    generation_params,
+    build_generation_params,
     record_requests,
 )
 from grpo_recipes.numbers import find_reward_problem
@@ -100,10 +100,9 @@ class Episode:
         return self.texts[-1]
 
     async def turn(self, messages: str | list[Message]) -> str:
-        """Send messages to the policy, append both to the episode, and return the policy's answer.
+        """Send messages to the policy, append messages and answer to the episode, and return the answer.
 
-        If the token limit leaves no room for an answer, return an empty text, send nothing, and set ``complete`` to
-        false.
+        If the token limit leaves no token for an answer, send nothing, set ``complete`` to false and return "".
         """
         between = self._environment.renderer.between(_to_messages(messages), self.tokens)
         room = self._environment.config.max_token_length - len(self.tokens) - len(between)
@@ -119,9 +118,9 @@ class Episode:
         return self.text
 
     def append_turn(self, ids: list[int], logprobs: list[float], reason: str) -> None:
-        """Append the sampled tokens of a turn, all trained on.
+        """Append the sampled tokens of a turn to the episode, all trained on.
 
-        ``reason`` "stop" means that the policy ended it itself.
+        ``reason`` is vLLM's finish reason: "stop" sets ``complete`` to true, any other to false.
         """
         self.turns.append(range(len(self.tokens), len(self.tokens) + len(ids)))
         self.tokens += ids
@@ -155,10 +154,10 @@ class RecipeEnv(BaseEnv):
 
     @classmethod
     def check_config(cls, config: Any, copies: Path | None = None, fetched: Fetched | None = None) -> None:
-        """Raise ConfigError if a configuration is wrong, without creating an environment.
+        """Raise ConfigError if a configuration is wrong; a subclass overrides this, here every configuration is valid.
 
-        Here every configuration is valid. `grpo check --deep` calls it. ``copies`` has the run's copies of the user's
-        code, ``fetched`` finds hub datasets.
+        `grpo check --deep` calls this without creating an environment. ``copies`` is the folder with the run's copies
+        of the user's code, ``fetched`` finds downloaded hub datasets.
         """
 
     # --- methods of a subclass -------------------------------------------------------------------------------------
@@ -193,9 +192,9 @@ class RecipeEnv(BaseEnv):
         """Do nothing: the recipe's benchmarks test the trained model."""
 
     async def register_env(self) -> None:
-        """Register at run-api, then seed ``random`` with the seed, the name and the training step.
+        """Register at run-api, then seed ``random`` with the configured seed, the name and the training step.
 
-        So a resumed training gets new items.
+        The step lets a resumed training get new items.
         """
         await super().register_env()
         self.random.seed(f"{self.config.seed}/{self.config.wandb_name}/{self.curr_step}")
@@ -205,9 +204,10 @@ class RecipeEnv(BaseEnv):
         return self.next_item()
 
     async def collect_trajectories(self, item: Item) -> tuple[dict[str, Any] | None, list[Item]]:
-        """Sample the first turn of a group and score it; return the group and [], as atroposlib expects.
+        """Sample the first turn of each episode, play and score the episodes; return the group and [] (no backlog).
 
-        The group is None if no episode has a score. PromptTooLong if the prompt leaves less than ``max_tokens``.
+        The group is None if no episode has a score. Raise PromptTooLong if the prompt leaves less than ``max_tokens``
+        for the completion.
         """
         messages = _to_messages(item["prompt"])
         if self.config.system_prompt and messages[0]["role"] != "system":
@@ -220,11 +220,11 @@ class RecipeEnv(BaseEnv):
             for episode, sampled in zip(episodes, await self.sample(prompt, len(episodes)), strict=True):
                 episode.append_turn(*sampled)
             scores = await self.scores(item, episodes)
-        params = {**generation_params(requests), ENVIRONMENT: self.config.wandb_name}
+        params = {**build_generation_params(requests), ENVIRONMENT: self.config.wandb_name}
         return build_group(episodes, scores, params, turn_advantages=self.config.turn_advantages), []
 
     async def sample(self, ids: list[int], count: int) -> list[tuple[list[int], list[float], str]]:
-        """Sample ``count`` completions; return the token ids, log-probs and finish reason of each."""
+        """Sample ``count`` completions of the prompt ``ids``; return token ids, log-probs and finish reason of each."""
         limits = {"max_tokens": self.config.max_tokens, "temperature": self.config.temperature}
         _, sampled, logprobs, reasons = await self.server.tokens_and_logprobs_completion(
             input_ids=ids, n=count, **limits
@@ -235,12 +235,12 @@ class RecipeEnv(BaseEnv):
 def build_group(
     episodes: Sequence[Episode], scores: Sequence[EpisodeScore], params: dict[str, Any], turn_advantages: bool = False
 ) -> dict[str, Any] | None:
-    """Return episodes and scores as a group for Atropos; None if no episode has a score.
+    """Build Atropos' JSON of a group from episodes and scores; return None if no episode has a score.
 
     ``turn_advantages`` gives each token the score of its turn minus the mean of that turn in the group. An unscored
-    episode gets the group's mean score, and is not trained on. ValueError for a score that is not a finite number.
+    episode gets the group's mean score, and is not trained on. Raise ValueError for a score that is not finite.
     """
-    turn_scores = [None if score is None else _turn_scores(score) for score in scores]
+    turn_scores = [None if score is None else _list_turn_scores(score) for score in scores]
     sums = [None if turns is None else math.fsum(turns) for turns in turn_scores]
     known_sums = [total for total in sums if total is not None]
     if not known_sums:
@@ -256,12 +256,15 @@ def build_group(
     if len(known_sums) < len(episodes):
         group["overrides"] = [{"set_advantage_to_zero": True} if total is None else {} for total in sums]
     if turn_advantages:
-        group["advantages"] = _token_advantages(episodes, [turns or [] for turns in turn_scores])
+        group["advantages"] = _compute_token_advantages(episodes, [turns or [] for turns in turn_scores])
     return group
 
 
-def _token_advantages(episodes: Sequence[Episode], turn_scores: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return for each token the score of its turn minus the mean of that turn in the group; 0 outside of turns."""
+def _compute_token_advantages(episodes: Sequence[Episode], turn_scores: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return an advantage for each token of each episode: its turn's score minus the mean of that turn in the group.
+
+    Tokens outside of turns get 0.
+    """
     indices = range(max(map(len, turn_scores)))
     means = [statistics.fmean([scores[turn] for scores in turn_scores if len(scores) > turn]) for turn in indices]
     advantages = []
@@ -273,8 +276,11 @@ def _token_advantages(episodes: Sequence[Episode], turn_scores: Sequence[Sequenc
     return advantages
 
 
-def _turn_scores(score: float | Sequence[float]) -> list[float]:
-    """Return the score of each turn, or the only score of an episode as a list; ValueError if one is not finite."""
+def _list_turn_scores(score: float | Sequence[float]) -> list[float]:
+    """Return the scores of turns as floats, or the only score of an episode as a list of one.
+
+    Raise ValueError if the list is empty, or a score or the sum of all is not finite or too large.
+    """
     scores = [float(value) for value in (score if isinstance(score, Sequence) else [score])]
     problem = next(filter(None, map(find_reward_problem, scores)), None) or find_reward_problem(math.fsum(scores))
     if not scores or problem:
@@ -291,7 +297,7 @@ def _to_messages(messages: str | list[Message]) -> list[Message]:
 
 
 def _read_stop_tokens(model: str) -> list[int]:
-    """Return the end-of-sequence tokens of a model's generation config, where vLLM stops too; [] if it has none."""
+    """Read the end-of-sequence token ids in a model's ``generation_config.json``; return [] if there are none."""
     file = cached_file(model, "generation_config.json", _raise_exceptions_for_missing_entries=False)
     ids = (load_json_mapping(Path(file)) or {}).get("eos_token_id") if file else None
     return ids if isinstance(ids, list) else [] if ids is None else [ids]
@@ -308,7 +314,7 @@ class ArithmeticEnv(RecipeEnv):
         return {"prompt": f"{first}+{second}=", "answer": str(first + second)}
 
     def score(self, item: Item, text: str) -> float:
-        """Return 1 if the answer tags contain the right number, else 0, like the smoke recipe's reward."""
+        """Return 1 if the text has the right number in answer tags, else 0, like the reward pure_accuracy_math."""
         (score,) = make_reward("pure_accuracy_math", _make_config({}))([text], answer=[item["answer"]])
         assert score is not None
         return score
@@ -348,7 +354,7 @@ class DatasetEnv(RecipeEnv):
 
     @classmethod
     def check_config(cls, config: Any, copies: Path | None = None, fetched: Fetched | None = None) -> None:
-        """Raise ConfigError if the dataset has no usable problem or the reward is unknown.
+        """Read the dataset and find the reward; raise ConfigError if no problem is usable or the reward is unknown.
 
         No reward process is started.
         """
@@ -383,9 +389,9 @@ def _make_config(values: Mapping[str, Any]) -> Any:
 
 
 def load_problems(config: DatasetEnvConfig, fetched: Fetched | None = None) -> Any:
-    """Return the problems of a dataset with ``prompt`` (a chat), ``answer`` and the other scalar columns.
+    """Read a dataset and return its problems with ``prompt`` (a chat), ``answer`` and the other scalar columns.
 
-    Raises ConfigError if no dataset is given, or no problem remains.
+    Duplicates and unusable rows are dropped. Raise ConfigError if no dataset is given, or no problem remains.
     """
     from grpo_recipes.data import problems as data  # imports TRL
 
@@ -405,9 +411,10 @@ def load_problems(config: DatasetEnvConfig, fetched: Fetched | None = None) -> A
 def load_reward(
     config: DatasetEnvConfig, copies: Path | None, start: bool = True
 ) -> Callable[[list[Any], dict[str, Any]], list[Score]]:
-    """Return a function that scores completions, given their columns; ConfigError for an unknown reward or argument.
+    """Return a function that scores completions, given their columns; raise ConfigError for an unknown reward or key.
 
-    The user's rewards, and shipped rewards that may hang, run in child processes. ``start`` starts these processes.
+    The user's rewards, and shipped rewards that may hang, run in child processes. If ``start`` is true, the processes
+    start now.
     """
     name, known = config.reward, {key: entry for key, entry in rewards().items() if key != SOURCE_REWARD}
     if is_user_reward(name):

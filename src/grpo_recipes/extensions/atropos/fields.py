@@ -1,6 +1,6 @@
 """Read the fields of an Atropos environment's configuration from the source of its class, without running code.
 
-    configuration_of("dataset")  # ("DatasetEnvConfig", {"dataset_name", "seed", ...})
+    read_configuration("dataset")  # ("DatasetEnvConfig", {"dataset_name", "seed", ...})
 
 If a class builds its configuration in another way, e.g. in its own ``config_init``, only ``grpo check --deep`` can
 check the fields, because it imports the class.
@@ -35,8 +35,8 @@ _CONFIG_ATTRIBUTE = "env_config_cls"  # attribute of an environment class: the c
 _MAX_DEPTH = 20  # base classes and imports that are followed
 
 
-def argument_problems(config: str, fields: Collection[str], args: Collection[str]) -> Iterator[Problem]:
-    """Yield a problem for each name in ``args`` that is not in ``fields``, or that the launch sets itself.
+def find_argument_problems(config: str, fields: Collection[str], args: Collection[str]) -> Iterator[Problem]:
+    """Yield a problem for each argument in ``args`` that is not one of ``fields``, or that the launch sets itself.
 
     ``config`` is the name of the environment's configuration class, for messages.
     """
@@ -49,8 +49,8 @@ def argument_problems(config: str, fields: Collection[str], args: Collection[str
             yield Problem(f"{ARGS}.{name}", fault, f"use '{near}'" if near else "remove it")
 
 
-def configuration_of(spec: str) -> tuple[str, frozenset[str]] | None:
-    """Return the name and the fields of an environment's configuration class; None if the source does not show them."""
+def read_configuration(spec: str) -> tuple[str, frozenset[str]] | None:
+    """Parse an environment's source; return name and fields of its configuration class, or None if it hides them."""
     shipped = _SHIPPED.get(spec)
     path = _PACKAGE / "atropos/environments.py" if shipped else source_path(spec)
     with contextlib.suppress(_Unknown):
@@ -79,9 +79,10 @@ def _parse_names(path: Path, _: int) -> Mapping[str, ast.AST]:
 
 
 def _find_class(path: Path | None, name: str, depth: int) -> tuple[Path, ast.ClassDef]:
-    """Return the file that defines the class ``name``, and the class; an import in ``path`` is followed to its file.
+    """Find the class ``name`` in a file, or in the file that it is imported from; return that file and the class node.
 
-    ``depth`` limits the imports. _Unknown if the class is not found, or a decorator or metaclass may change it.
+    At most ``depth`` imports are followed. Raise _Unknown if the class is not found, or a decorator or metaclass may
+    change it.
     """
     try:
         node = _parse_names(path, path.stat().st_mtime_ns).get(name) if path and depth else None
@@ -99,10 +100,10 @@ def _find_class(path: Path | None, name: str, depth: int) -> tuple[Path, ast.Cla
 
 
 def _find_configuration(path: Path | None, name: str, depth: int) -> tuple[Path, str]:
-    """Return the configuration class of an environment class: a file that defines or imports it, and its name.
+    """Find the configuration class of an environment class; return a file that defines or imports it, and its name.
 
-    A class without ``env_config_cls`` has the configuration of its base. _Unknown if ``config_init`` builds another
-    one.
+    A class without ``env_config_cls`` has the configuration of its base class. Raise _Unknown if ``config_init`` may
+    build another one.
     """
     file, node = _find_class(path, name, depth)
     config_class = None
@@ -117,21 +118,21 @@ def _find_configuration(path: Path | None, name: str, depth: int) -> tuple[Path,
                 raise _Unknown
     if isinstance(config_class, ast.Name):
         return file, config_class.id
-    (base,) = _base_names(node) if len(node.bases) == 1 else [""]
+    (base,) = _list_base_names(node) if len(node.bases) == 1 else [""]
     return _find_configuration(file, base, depth - 1)
 
 
-def _base_names(node: ast.ClassDef) -> list[str]:
-    """Return the names of the base classes; _Unknown if one is not a plain name."""
+def _list_base_names(node: ast.ClassDef) -> list[str]:
+    """Return the names of a class's base classes; raise _Unknown if one is not a plain name, e.g. ``module.Base``."""
     if not all(isinstance(base, ast.Name) for base in node.bases):
         raise _Unknown
     return [base.id for base in node.bases if isinstance(base, ast.Name)]
 
 
 def _read_fields(path: Path, name: str, depth: int) -> set[str]:
-    """Return the fields of a pydantic class and of its bases.
+    """Parse a pydantic class and its bases; return the names of their fields.
 
-    _Unknown if a setting of the class may allow other names.
+    Raise _Unknown if an assignment or inner ``Config`` of the class may allow other names.
     """
     file, node = _find_class(path, name, depth)
     fields = set()
@@ -140,6 +141,6 @@ def _read_fields(path: Path, name: str, depth: int) -> set[str]:
             raise _Unknown  # e.g. model_config, which may allow every name
         if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
             fields.add(part.target.id)
-    for base in _base_names(node):
+    for base in _list_base_names(node):
         fields |= set() if base == "BaseModel" else _read_fields(file, base, depth - 1)
     return fields

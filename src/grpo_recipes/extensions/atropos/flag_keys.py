@@ -15,7 +15,7 @@ import yaml
 from grpo_recipes.errors import Problem, config_error
 from grpo_recipes.errors import translate_errors as translate_error
 from grpo_recipes.extensions.atropos.flags import ADAPTERS, AUTO, FIELDS, FLAGS, MODE, SHARED, VARIABLES
-from grpo_recipes.extensions.atropos.verl import trainers_of
+from grpo_recipes.extensions.atropos.verl import count_trainers
 from grpo_recipes.recipe.converters.table import Row, Setting, Settings, whole_number
 from grpo_recipes.recipe.document import Value, as_bool
 from grpo_recipes.recipe.keys import environment_keys
@@ -41,22 +41,23 @@ class Translation:
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def text(self, name: str) -> Any:
-        """Return the text of a flag or variable, a list of texts for some flags, or None if it is not set."""
+    def read_text(self, name: str) -> Any:
+        """Return the value of a flag or variable: a text, a list of texts for some flags, or None if it is not set."""
         return self.flags[name].value if name in self.flags else None
 
     def reject(self, name: str, problem: str, fix: str) -> None:
-        """Add a problem at ``name``, or at the variable that set this flag."""
+        """Add a problem with a fix to the list; its place is the flag ``name``, or the variable that set this flag."""
         self.problems.append(Problem(self.flags[name].source if name in self.flags else name, problem, fix))
 
     def has_default(self, row: Row) -> bool:
-        """Return whether a flag that is not set has its default: only without a recipe, and if no key replaces it."""
+        """Return whether an unset flag gets its default: no recipe is named, and no set key replaces it."""
         return self.uses_base and row.default is not None and self.explicit.isdisjoint(row.replaced_by.split())
 
-    def put(self, name: str, keys: Mapping[str, Any]) -> None:
-        """Set recipe keys for a flag or variable; a default never overrides a key that the user set in another way.
+    def set_keys(self, name: str, keys: Mapping[str, Any]) -> None:
+        """Set recipe keys for the flag or variable ``name``.
 
-        A flag of the user and a key of the same command line are a problem.
+        If the user set both the flag and one of its keys on the command line, add a problem. If the user did not set
+        the flag, keys that the user set on the command line or by variables are not changed.
         """
         exported = {key for variable, key in environment_keys().items() if self.environment.get(variable)}
         for key, value in keys.items():
@@ -66,24 +67,21 @@ class Translation:
                 source = self.flags[name].source if name in self.flags else name
                 self.keys[key] = Value(value, source, from_text=True)
 
-    def add(self, setting: Setting) -> None:
+    def add_setting(self, setting: Setting) -> None:
         """Add a translated setting: its problem if it has one, else its keys, else its note."""
         if setting.problem:
             self.problems.append(setting.problem)
         elif setting.keys:
-            self.put(setting.name, setting.keys)
+            self.set_keys(setting.name, setting.keys)
         elif setting.why:
             self.notes.append(setting.note())
 
-    def number(self, name: str) -> int | None:
-        """Return the integer of a flag or variable, or None; the flag's row reports a wrong value."""
-        return whole_number(self.text(name))
+    def read_number(self, name: str) -> int | None:
+        """Return the value of a flag or variable as an integer, or None if it is not set or not an integer."""
+        return whole_number(self.read_text(name))
 
-    def settings(self, mode: str | None) -> Settings:
-        """Return the values of all flags, with ``mode`` as --weight-bridge-mode.
-
-        Table rows that depend on other flags read them.
-        """
+    def build_settings(self, mode: str | None) -> Settings:
+        """Return the values of all flags, with ``mode`` as --weight-bridge-mode, for table rows that depend on them."""
         values = {name: raw.value for name, raw in self.flags.items()} | {MODE: mode}
         if "vllm_server_port" in self.keys:
             values.setdefault(PORT, self.keys["vllm_server_port"].value)
@@ -91,31 +89,37 @@ class Translation:
 
 
 def translate(translation: Translation, environment_flags: list[tuple[str, str]]) -> str | None:
-    """Translate the flags that need no recipe, and the flags of an environment; return --weight-bridge-mode or None.
+    """Translate the flags that need no recipe, and the flags of an environment, to recipe keys.
 
-    Keys, notes and problems are added to ``translation``. ``environment_flags`` has pairs of flag and text.
+    Keys, notes and problems are added to ``translation``. ``environment_flags`` has pairs of flag and text. Return the
+    value of --weight-bridge-mode, or None if the recipe decides.
     """
-    mode = _weight_bridge_mode(translation)
+    mode = _choose_weight_bridge_mode(translation)
     if translation.uses_base and MODEL not in translation.flags and "model_name_or_path" not in translation.explicit:
         translation.reject(MODEL, "is missing", f"set {MODEL} to a hub id or a folder, or export MODEL")
-    settings = translation.settings(mode)
+    settings = translation.build_settings(mode)
     for row in FLAGS.rows:
-        raw = translation.flags.get(row.name) or _default(translation, row, mode)
+        raw = translation.flags.get(row.name) or _choose_default(translation, row, mode)
         if raw is not None and row.name != MODE:
-            translation.add(FLAGS.translate(row.name, raw, settings))
+            translation.add_setting(FLAGS.translate(row.name, raw, settings))
     for row in VARIABLES.rows:
         if row.name in translation.flags:
-            translation.add(VARIABLES.translate(row.name, translation.flags[row.name], settings))
-    _read_environment_flags(translation, environment_flags, translation.settings(mode))
+            translation.add_setting(VARIABLES.translate(row.name, translation.flags[row.name], settings))
+    _translate_environment_flags(translation, environment_flags, translation.build_settings(mode))
     return mode
 
 
-def _weight_bridge_mode(translation: Translation) -> str | None:
-    """Return --weight-bridge-mode, which selects how trainer weights reach vLLM, and set its recipe keys.
+def _choose_weight_bridge_mode(translation: Translation) -> str | None:
+    """Decide --weight-bridge-mode, which selects how trainer weights reach vLLM; set its recipe keys and return it.
 
-    --single-copy and LORA_RANK imply a mode, and a contradiction is a problem. None if the recipe or its keys decide.
+    --single-copy and LORA_RANK imply a mode. A contradiction is added as a problem. Return None if neither a flag nor a
+    default sets the mode: then the recipe decides.
     """
-    flag, single, rank = translation.text(MODE), translation.text("--single-copy"), translation.number("LORA_RANK")
+    flag, single, rank = (
+        translation.read_text(MODE),
+        translation.read_text("--single-copy"),
+        translation.read_number("LORA_RANK"),
+    )
     if single and flag not in (None, SHARED):
         translation.reject("--single-copy", f"means {MODE} {SHARED}, but {MODE} is {flag}", "remove one of them")
     if rank and flag not in (None, *ADAPTERS):
@@ -130,14 +134,14 @@ def _weight_bridge_mode(translation: Translation) -> str | None:
     if mode is None and translation.has_default(row):
         mode, source = (AUTO if translation.script else row.default), MODE
     if mode is not None:
-        translation.put(source, row.values[mode])
+        translation.set_keys(source, row.values[mode])
     if rank:
-        translation.put("LORA_RANK", {"lora_r": rank})
+        translation.set_keys("LORA_RANK", {"lora_r": rank})
     return mode
 
 
-def _default(translation: Translation, row: Row, mode: str | None) -> Value | None:
-    """Return the default value of a flag that the user did not set, or None if no default applies.
+def _choose_default(translation: Translation, row: Row, mode: str | None) -> Value | None:
+    """Return the default value of an unset flag, or None if no default applies.
 
     Defaults apply only if no recipe is named. A default does not apply if the user set a key that replaces the flag, if
     the flag has no effect with this --weight-bridge-mode, if another flag has set its key, or if a Slurm job chooses
@@ -150,20 +154,20 @@ def _default(translation: Translation, row: Row, mode: str | None) -> Value | No
     if not translation.has_default(row) or has_no_effect or is_set or (row.name == PORT and translation.in_job):
         return None
     if row.name == "--dtype" and translation.device == "cpu":
-        translation.put("--dtype", {"bf16": False})
+        translation.set_keys("--dtype", {"bf16": False})
     if row.name == "--dtype" and (translation.device == "cpu" or mode == SHARED):
         text = "float32"
     return Value(text.split() if row.type == "words" else text, row.name)
 
 
 def split_length(setting: Setting, _: Settings) -> None:
-    """Split the length of a sequence into recipe keys: a quarter for the prompt, three quarters for the completion."""
+    """Convert the length of a sequence: a quarter to max_prompt_length, three quarters to max_completion_length."""
     prompt = setting.number // 4
     setting.write({"max_prompt_length": prompt, "max_completion_length": setting.number - prompt})
 
 
 def device(setting: Setting, settings: Settings) -> None:
-    """Reject any device except the one that the Python environment was installed for."""
+    """Reject ``--device`` if it differs from the device that the Python environment was installed for; set no key."""
     requested, installed = setting.value, settings.device
     if requested != installed:
         fix = f"set {installed}, or create another environment: make setup DEVICE={requested.partition(':')[0]}"
@@ -173,14 +177,14 @@ def device(setting: Setting, settings: Settings) -> None:
 
 
 def existing_file(setting: Setting, _: Settings) -> None:
-    """Accept the path of an existing file, which the launch does not need; reject a missing file."""
+    """Accept the path of an existing file without setting a key, because the launch does not need it; reject others."""
     setting.accept("the trainer gets the location of the shared copy from the server")
     if not os.path.isfile(os.path.expanduser(setting.value)):
         setting.reject(f"file '{setting.value}' not found", "set an existing file, or remove it")
 
 
 def same_model(setting: Setting, settings: Settings) -> None:
-    """Accept only the model of ``--model-name``, without setting a key."""
+    """Accept a model without setting a key if it equals ``--model-name``; reject any other model."""
     _accept_same(setting, setting.value == settings.values.get(MODEL))
 
 
@@ -195,7 +199,7 @@ def same_server(setting: Setting, settings: Settings) -> None:
 
 
 def _accept_same(setting: Setting, is_same: bool) -> None:
-    """Accept a setting that needs no recipe key; reject it if its value is not the same as the launch's."""
+    """Accept a setting without setting a key if ``is_same``; otherwise reject it as a value without equivalent."""
     setting.accept("the launch passes the same value to its environments")
     if not is_same:
         setting.reject(f"'{setting.value:.100}' has no equivalent here")
@@ -211,17 +215,21 @@ def shared_weights(setting: Setting, settings: Settings) -> None:
         setting.accept(f"{MODE} {SHARED} is not set")
 
 
-def _read_environment_flags(
+def _translate_environment_flags(
     translation: Translation, environment_flags: list[tuple[str, str]], settings: Settings
 ) -> None:
-    """Translate the flags of an environment: to recipe keys, or ``--env.FIELD`` to atropos_environment_args."""
+    """Translate the flags of an environment: known flags to recipe keys, other ``--env.FIELD`` to its arguments.
+
+    The arguments become the key atropos_environment_args. Flags without a value, with another prefix, or without
+    --environment are added as problems.
+    """
     fields: dict[str, Any] = {}
     for name, text in environment_flags:
         translation.flags[name] = Value(text, name, from_text=True)
         if not text:
             translation.reject(name, "has no value", f"set {name} VALUE")
         elif name in FIELDS.by_name:
-            translation.add(FIELDS.translate(name, translation.flags[name], settings))
+            translation.add_setting(FIELDS.translate(name, translation.flags[name], settings))
         elif not name.startswith(_ENV):
             fix = "remove it: the launch starts the server and passes its address to the environments"
             translation.reject(name, "has no equivalent here", fix)
@@ -231,24 +239,25 @@ def _read_environment_flags(
     if fields and "--environment" not in translation.flags and "atropos_environment" not in translation.explicit:
         translation.reject(first, "is a field of an environment, but --environment is missing", "add --environment")
     elif fields:
-        translation.put(first, {"atropos_environment_args": fields})
+        translation.set_keys(first, {"atropos_environment_args": fields})
 
 
 def _read_yaml(name: str, text: str) -> Any:
-    """Return the value of a YAML text; ConfigError names the flag ``name`` if the text is not valid."""
+    """Parse the text of the flag ``name`` as YAML; raise ConfigError with the flag's name if it is not valid."""
     invalid = config_error(name, f"'{text:.100}' is not valid YAML", "quote it as YAML requires")
     with translate_error(yaml.YAMLError, lambda _: invalid):
         return yaml.safe_load(text)
 
 
 def translate_counts(translation: Translation, value: Callable[[str], Any], mode: str | None) -> None:
-    """Translate the numbers of sequences, steps and GPUs, which depend on the recipe.
+    """Translate BATCH_SIZE, --max-lora-rank, --vllm-restart-interval and NUM_GPUS, which depend on the recipe.
 
-    ``value`` looks up a recipe key, and ``mode`` is --weight-bridge-mode. Results are added to ``translation``.
+    ``value`` looks up a recipe key, and ``mode`` is --weight-bridge-mode. Keys, notes and problems are added to
+    ``translation``.
     """
-    _read_sequences(translation, value)
-    _need_room_for_adapters(translation, value("lora_r"), mode)
-    interval = translation.number(INTERVAL)
+    _translate_batch_size(translation, value)
+    _check_max_lora_rank(translation, value("lora_r"), mode)
+    interval = translation.read_number(INTERVAL)
     if interval is not None and interval > 1:
         steps = value("gradient_accumulation_steps")
         if mode == SHARED:
@@ -257,39 +266,39 @@ def translate_counts(translation: Translation, value: Callable[[str], Any], mode
             fix = f"use {BATCH} and {ACCUMULATION} instead of prompts_per_step"
             translation.reject(INTERVAL, "can't be combined with prompts_per_step", fix)
         elif isinstance(steps, int):
-            translation.put(INTERVAL, {"steps_per_generation": steps * interval})
-    gpus = translation.number("NUM_GPUS")
+            translation.set_keys(INTERVAL, {"steps_per_generation": steps * interval})
+    gpus = translation.read_number("NUM_GPUS")
     if gpus is not None and translation.device == "cpu":
         translation.notes.append(f"NUM_GPUS={gpus} is ignored in a CPU environment")
     elif gpus is not None:
         parallel = value("vllm_tensor_parallel_size")
-        trainers = trainers_of(gpus, parallel if isinstance(parallel, int) else 1, value("weight_sync") == "shared")
+        trainers = count_trainers(gpus, parallel if isinstance(parallel, int) else 1, value("weight_sync") == "shared")
         if trainers is None:
             problem = f"{gpus} leaves no GPU for training: the server uses {parallel}"
             translation.reject("NUM_GPUS", problem, f"export NUM_GPUS={parallel + 1}, or more")
         else:
-            translation.put("NUM_GPUS", {"num_processes": trainers})
+            translation.set_keys("NUM_GPUS", {"num_processes": trainers})
 
 
-def _need_room_for_adapters(translation: Translation, rank: Any, mode: str | None) -> None:
+def _check_max_lora_rank(translation: Translation, rank: Any, mode: str | None) -> None:
     """Reject a --max-lora-rank below the recipe's lora_r; add a note that any other value has no effect.
 
     Do nothing in modes without an adapter.
     """
     name = "--max-lora-rank"
-    room = translation.number(name) if mode in (None, *ADAPTERS) else None
+    room = translation.read_number(name) if mode in (None, *ADAPTERS) else None
     if room is not None and isinstance(rank, int) and room < rank:
         translation.reject(name, f"is {room}, below --lora-r {rank}", f"set {name} {rank}, or remove it")
     elif room is not None:
         translation.notes.append(f"{name} {room} has no effect: the server has room for --lora-r {rank}")
 
 
-def _read_sequences(translation: Translation, value: Callable[[str], Any]) -> None:
-    """Translate BATCH_SIZE, the sequences of a step, to prompts_per_step; a flag for the same number overrides it.
+def _translate_batch_size(translation: Translation, value: Callable[[str], Any]) -> None:
+    """Translate BATCH_SIZE, the sequences of a step, to the recipe key prompts_per_step.
 
-    Reject a size that is not a multiple of num_generations.
+    If a flag sets the same number, only add a note. Reject a size that is not a multiple of num_generations.
     """
-    size, group = translation.number("BATCH_SIZE"), value("num_generations")
+    size, group = translation.read_number("BATCH_SIZE"), value("num_generations")
     flags = [name for name in (BATCH, ACCUMULATION) if name in translation.flags]
     flags += [f"--{key}" for key in ("prompts_per_step", "per_device_train_batch_size") if key in translation.explicit]
     if size is None or not isinstance(group, int):
@@ -303,4 +312,4 @@ def _read_sequences(translation: Translation, value: Callable[[str], Any]) -> No
         translation.reject("BATCH_SIZE", problem, fix)
     else:
         translation.keys.pop("gradient_accumulation_steps", None)
-        translation.put("BATCH_SIZE", {"prompts_per_step": size // group})
+        translation.set_keys("BATCH_SIZE", {"prompts_per_step": size // group})

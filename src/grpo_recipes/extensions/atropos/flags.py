@@ -18,13 +18,13 @@ COMMAND = "python src/atropos_grpo.py"
 SCRIPT = "run_atropos_grpo.sh"
 
 
-def help_of(row: Row) -> str:
-    """Return the text that ``--help`` prints for a flag: meaning, or replacement if not supported, with the default."""
+def format_flag_help(row: Row) -> str:
+    """Return the text of ``--help`` for a flag: its meaning, or its replacement if not supported, then its default."""
     default = "" if row.default is None else f" (default {row.default})"
     return f"{row.help or row.fix}{default}{f'; {row.remark}' if row.remark else ''}"
 
 
-def flag_rows() -> list[tuple[str, str, str]]:
+def list_flag_rows() -> list[tuple[str, str, str]]:
     """Return the rows of the docs' table of flags: name, default and meaning, in Markdown."""
     rows = [
         (
@@ -42,7 +42,7 @@ def flag_rows() -> list[tuple[str, str, str]]:
     return [*rows, ("`--env.FIELD`", "", "any other field of the environment's configuration")]
 
 
-def variable_rows() -> list[tuple[str, str, str]]:
+def list_variable_rows() -> list[tuple[str, str, str]]:
     """Return the rows of the docs' table of variables: name, default and meaning, in Markdown."""
     rows = []
     for row in VARIABLES.rows:

@@ -5,7 +5,7 @@ atroposlib's ``VLLMServer`` sends vLLM's ``SamplingParams`` as JSON, next to ``p
 priorities and aborted requests work as in other endpoints. Two rules differ from ``/v1/completions``:
 
 * A missing sampling parameter has the recipe's value, or is neutral. vLLM would read the model's generation config.
-* ``max_tokens`` is lowered to the room after the prompt. vLLM would reject the request.
+* ``max_tokens`` is lowered to the tokens that fit after the prompt. vLLM would reject the request.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class _ServingGroups(OpenAIServingCompletion):
     def request_output_to_completion_response(  # type: ignore[override]
         self, final_res_batch: list[RequestOutput], request: CompletionRequest, request_id: str, *_: Any
     ) -> dict[str, Any]:
-        """Return texts, token ids, finish reasons and log-probs: lists with an entry for each completion."""
+        """Return the answer's JSON: lists of texts, token ids, finish reasons and log-probs, one entry a completion.
+
+        Override of vLLM's method, which builds an OpenAI response.
+        """
         (result,) = final_res_batch
         for output in result.outputs:
             self._raise_if_error(output.finish_reason, request_id)
@@ -52,33 +55,33 @@ class _ServingGroups(OpenAIServingCompletion):
             "prompt_token_ids": result.prompt_token_ids,
         }
         if request.logprobs is not None:
-            answer["logprobs"] = [_sampled_logprobs(output) for output in result.outputs]
+            answer["logprobs"] = [_list_sampled_logprobs(output) for output in result.outputs]
         if request.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = [_token_logprobs(position) for position in result.prompt_logprobs or ()]
+            answer["prompt_logprobs"] = [_map_token_logprobs(position) for position in result.prompt_logprobs or ()]
         return answer
 
 
-def _sampled_logprobs(output: CompletionOutput) -> list[list[dict[int, float]]]:
-    """Return ``[{token: logprob, ...}]`` for each token; the client reads the first entry, the sampled token."""
+def _list_sampled_logprobs(output: CompletionOutput) -> list[list[dict[int, float]]]:
+    """Return ``[{token id: log-prob, ...}]`` for each token of a completion, the sampled token first."""
     positions = output.logprobs or ()
     return [
-        [{token: _finite((position or {})[token].logprob), **_token_logprobs(position)}]
+        [{token: _clamp_logprob((position or {})[token].logprob), **_map_token_logprobs(position)}]
         for token, position in zip(output.token_ids, positions, strict=True)
     ]
 
 
-def _token_logprobs(position: Mapping[int, Any] | None) -> dict[int, float]:
-    """Return the log-prob of each token id that vLLM lists at a position; {} for None."""
-    return {token: _finite(entry.logprob) for token, entry in (position or {}).items()}
+def _map_token_logprobs(position: Mapping[int, Any] | None) -> dict[int, float]:
+    """Return ``{token id: log-prob}`` of the tokens that vLLM lists at one position; {} for None."""
+    return {token: _clamp_logprob(entry.logprob) for token, entry in (position or {}).items()}
 
 
-def _finite(logprob: float) -> float:
-    """Return the log-prob, raised to the lowest finite number: JSON has no minus infinity."""
+def _clamp_logprob(logprob: float) -> float:
+    """Return a log-prob, or the lowest finite one instead of minus infinity, which JSON does not have."""
     return max(logprob, LOWEST_LOGPROB)
 
 
 def read_request(body: Mapping[str, Any], longest: int, sampling: Mapping[str, Any]) -> CompletionRequest:
-    """Convert the body of ``/generate`` to vLLM's request.
+    """Convert the JSON body of a request to ``/generate`` to vLLM's ``CompletionRequest``.
 
     Args:
         body: the prompt and vLLM's sampling parameters.
@@ -89,7 +92,7 @@ def read_request(body: Mapping[str, Any], longest: int, sampling: Mapping[str, A
         ConfigError: if a parameter is unknown or not allowed, or a value is wrong.
     """
     parameters = dict(body)
-    prompt = _prompt_ids(parameters.pop("prompt", None), longest)
+    prompt = _read_prompt_ids(parameters.pop("prompt", None), longest)
     if parameters.get("stream") is False:
         del parameters["stream"]
     known = set(CompletionRequest.model_fields) - {"prompt", *_NOT_ALLOWED}
@@ -111,8 +114,11 @@ def read_request(body: Mapping[str, Any], longest: int, sampling: Mapping[str, A
         return CompletionRequest(prompt=prompt, stream=False, **values)
 
 
-def _prompt_ids(prompt: Any, longest: int) -> list[int]:
-    """Return the token ids of a prompt; ConfigError if there are none, or they leave no room for a completion."""
+def _read_prompt_ids(prompt: Any, longest: int) -> list[int]:
+    """Return the token ids in ``{"prompt_token_ids": [...]}``.
+
+    Raise ConfigError if there are none, or if they have ``longest`` tokens or more, so that no completion fits.
+    """
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
     if not (isinstance(ids, list) and ids and all(type(token) is int for token in ids)):
         fix = 'send "prompt": {"prompt_token_ids": [1, 2, 3]}'

@@ -55,7 +55,7 @@ class Group:
 
     @classmethod
     def from_json(cls, content: Any) -> Group:
-        """Return the group in the JSON of run-api; ValueError for anything else."""
+        """Create a Group from an entry of run-api's JSON; raise ValueError if fields are missing or of a wrong type."""
         required = ("tokens", "masks", "scores")
         if not isinstance(content, Mapping) or not all(isinstance(content.get(name), list) for name in required):
             raise ValueError("a scored group is a mapping with the lists tokens, masks and scores")
@@ -83,7 +83,7 @@ class Group:
         version = self.generation_params.get("policy_version")
         return version if type(version) is int else None
 
-    def temperature(self, row: int) -> float | None:
+    def find_temperature(self, row: int) -> float | None:
         """Return the sampling temperature of a trajectory: its own, else the group's, or None if it is unknown."""
         overrides = self.overrides[row] if row < len(self.overrides) else {}
         temperatures = (
@@ -97,14 +97,19 @@ class Group:
 
     @cached_property
     def _flat(self) -> _FlatRows:
-        """The concatenated rows; ValueError if a value is not a number."""
+        """The group's rows as concatenated arrays, converted once; raises ValueError if a value is not a number."""
         return _FlatRows(self)
 
     @cached_property
     def _problem(self) -> str | None:
         """The first problem that makes this group unusable for every model, or None; computed once."""
         try:
-            return _shape_problem(self) or _mask_problem(self._flat) or _number_problem(self) or _setting_problem(self)
+            return (
+                _find_shape_problem(self)
+                or _find_mask_problem(self._flat)
+                or _find_number_problem(self)
+                or _find_setting_problem(self)
+            )
         except ValueError as error:  # raised by _flat
             return str(error)
 
@@ -130,20 +135,21 @@ class _FlatRows:
         columns = {name: rows for name in _PER_TOKEN if (rows := getattr(group, name)) is not None}
         self.columns = {name: _concatenate(rows, "d", name) for name, rows in columns.items()}
 
-    def row(self, wrong: np.ndarray) -> int:
+    def find_row(self, wrong: np.ndarray) -> int:
         """Return the index of the trajectory with the first true value of ``wrong``, (N,)."""
         return int(np.searchsorted(self.starts, np.argmax(wrong), side="right")) - 1
 
-    def first_trained(self) -> np.ndarray:
+    def find_first_trained(self) -> np.ndarray:
         """Return the index of the first trained token of each trajectory, (G,); each trajectory must have one."""
         positions = np.flatnonzero(self.trained)
         return positions[np.searchsorted(positions, self.starts)]
 
 
 def _concatenate(rows: Sequence[Any], kind: str, name: str) -> np.ndarray:
-    """Return the concatenated rows as int64 (``q``) or float64 (``d``); ValueError names the trajectory and the field.
+    """Concatenate rows to one array of int64 (``kind`` q) or float64 (``kind`` d).
 
-    ``array`` converts a list twice as fast as numpy, and rejects a float among integers.
+    Raise ValueError with the trajectory and the field ``name`` if a value is not a number of this kind. ``array``
+    converts a list twice as fast as numpy, and rejects a float among integers.
     """
     flat = array(kind)
     for index, row in enumerate(rows):
@@ -173,12 +179,12 @@ def find_group_problem(group: Group, *, size: int, longest: int | None, vocabula
         return f"trajectory {row}: {flat.lengths[row]} tokens, at most {longest} are allowed"
     if vocabulary is not None and (wrong := flat.tokens >= vocabulary).any():
         token = flat.tokens[np.argmax(wrong)]
-        return f"trajectory {flat.row(wrong)}: token id {token}, but the model knows only 0 to {vocabulary - 1}"
+        return f"trajectory {flat.find_row(wrong)}: token id {token}, but the model knows only 0 to {vocabulary - 1}"
     return None
 
 
-def _shape_problem(group: Group) -> str | None:
-    """Describe the first wrong number of rows, or of values in a row; None if all lengths agree."""
+def _find_shape_problem(group: Group) -> str | None:
+    """Return a message about the first field with a wrong number of rows, or row with a wrong length; None if valid."""
     count = len(group.tokens)
     if group.inference_logprobs is None:
         return "no inference_logprobs"
@@ -197,14 +203,17 @@ def _shape_problem(group: Group) -> str | None:
     return None
 
 
-def _mask_problem(flat: _FlatRows) -> str | None:
-    """Describe the first token or mask that is wrong, or a trajectory without a usable trained token; None if valid."""
+def _find_mask_problem(flat: _FlatRows) -> str | None:
+    """Return a message about the first wrong token id or mask, or None if all are valid.
+
+    A mask must be the token or -100. Each trajectory must train on a token, but not on its first token.
+    """
     if (wrong := flat.tokens < 0).any():
-        return f"trajectory {flat.row(wrong)}: token id {flat.tokens[np.argmax(wrong)]}"
+        return f"trajectory {flat.find_row(wrong)}: token id {flat.tokens[np.argmax(wrong)]}"
     if (wrong := flat.trained & (flat.labels != flat.tokens)).any():
         index = np.argmax(wrong)
         labels = f"mask {flat.labels[index]} at token {flat.tokens[index]}"
-        return f"trajectory {flat.row(wrong)}: {labels}, expected the token or -100"
+        return f"trajectory {flat.find_row(wrong)}: {labels}, expected the token or -100"
     trained = np.add.reduceat(flat.trained, flat.starts, dtype=np.int64)
     if not trained.all():
         return f"trajectory {int(np.argmin(trained))}: no token is trained on"
@@ -213,21 +222,21 @@ def _mask_problem(flat: _FlatRows) -> str | None:
     return None
 
 
-def _number_problem(group: Group) -> str | None:
-    """Describe the first log-prob, score or advantage that can't be trained on; None if all are valid."""
+def _find_number_problem(group: Group) -> str | None:
+    """Return a message about the first unusable log-prob, score or advantage, e.g. NaN; None if all are valid."""
     flat = group._flat
     logprobs = flat.columns["inference_logprobs"]
     if (wrong := flat.trained & ~np.isfinite(logprobs)).any():
-        return f"trajectory {flat.row(wrong)}: inference log-prob {logprobs[np.argmax(wrong)]} of a trained token"
+        return f"trajectory {flat.find_row(wrong)}: inference log-prob {logprobs[np.argmax(wrong)]} of a trained token"
     if (wrong := flat.trained & (logprobs < LOWEST_LOGPROB)).any():
         logprob = logprobs[np.argmax(wrong)]
         return (
-            f"trajectory {flat.row(wrong)}: inference log-prob {logprob:g} of a trained token, below "
+            f"trajectory {flat.find_row(wrong)}: inference log-prob {logprob:g} of a trained token, below "
             f"{LOWEST_LOGPROB:g}: float32 can't represent this probability"
         )
     if (wrong := flat.trained & (logprobs > 0)).any():
         logprob = logprobs[np.argmax(wrong)]
-        return f"trajectory {flat.row(wrong)}: inference log-prob {logprob:g} > 0 of a trained token"
+        return f"trajectory {flat.find_row(wrong)}: inference log-prob {logprob:g} > 0 of a trained token"
     for index, score in enumerate(group.scores):
         if isinstance(score, bool) or not isinstance(score, int | float):
             return f"trajectory {index}: score {score!r}"
@@ -237,24 +246,24 @@ def _number_problem(group: Group) -> str | None:
         values = flat.columns.get(name)
         if values is not None and (wrong := ~(np.abs(values) <= LARGEST_REWARD)).any():
             problem = find_reward_problem(float(values[np.argmax(wrong)]))
-            return f"trajectory {flat.row(wrong)}: {problem} among its {name}"
+            return f"trajectory {flat.find_row(wrong)}: {problem} among its {name}"
     return None
 
 
 def _to_float(number: float) -> float:
-    """Convert a number of JSON to a float; an integer beyond all floats becomes infinity."""
+    """Convert a number to a float; return infinity for an integer that is too large for a float."""
     try:
         return float(number)
     except OverflowError:
         return math.inf
 
 
-def _setting_problem(group: Group) -> str | None:
-    """Describe a setting that is not supported: supervised fine-tuning, or an impossible temperature; None if valid."""
+def _find_setting_problem(group: Group) -> str | None:
+    """Return a message if a group is for supervised fine-tuning or has an impossible temperature, else None."""
     if group.group_overrides.get("sft"):
         return "a group for supervised fine-tuning (group_overrides.sft)"
     for index in range(len(group.tokens)):
-        value: Any = group.temperature(index)
+        value: Any = group.find_temperature(index)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (is_number and (value == 0 or _MIN_TEMPERATURE <= value <= _MAX_TEMPERATURE)):
             return f"trajectory {index}: temperature {value!r}"
@@ -274,11 +283,11 @@ def join_parts(groups: Sequence[Group], size: int) -> tuple[list[Group], list[Gr
         if len(group.tokens) >= size:
             complete.append(group)
             continue
-        waiting = parts.setdefault(_part_key(group), [])
+        waiting = parts.setdefault(_make_part_key(group), [])
         waiting.append(group)
         for start in range(len(waiting)):
             if chosen := _choose_parts(waiting[start:], size):
-                complete.append(_join([waiting[start + index] for index in chosen]))
+                complete.append(_merge_parts([waiting[start + index] for index in chosen]))
                 for index in reversed(chosen):
                     del waiting[start + index]
                 break
@@ -298,8 +307,8 @@ def _choose_parts(parts: Sequence[Group], size: int) -> list[int]:
     return []
 
 
-def _part_key(group: Group) -> Any:
-    """Return a key that is equal for all parts of a group: environment, prompt, settings and the fields it has."""
+def _make_part_key(group: Group) -> Any:
+    """Return a hashable key for parts that may be joined: same environment, prompt, settings and present fields."""
     prompt: tuple[int, ...] = ()
     if group.tokens and group.masks:
         mask = group.masks[0]
@@ -312,8 +321,11 @@ def _part_key(group: Group) -> Any:
     return group.env_id, prompt, settings, present
 
 
-def _join(parts: Sequence[Group]) -> Group:
-    """Return one group with the rows of all parts, the settings of the first, and the oldest policy version."""
+def _merge_parts(parts: Sequence[Group]) -> Group:
+    """Return one group with the rows of all parts, the settings of the first part, and the oldest policy version.
+
+    If any part has no policy version, the group has none.
+    """
     row_fields = ("tokens", "masks", "scores", "overrides", *_PER_TOKEN, *_PASSED_ON)
     rows: dict[str, Any] = {
         name: None if getattr(parts[0], name) is None else [row for part in parts for row in getattr(part, name)]
@@ -349,16 +361,16 @@ class Trajectory:
 
 
 def to_trajectories(group: Group) -> list[Trajectory]:
-    """Convert the rows of a group to arrays; ValueError if ``find_group_problem`` finds a problem in the group."""
+    """Convert each row of a group to a Trajectory of arrays; raise ValueError if the group has a problem."""
     if group._problem is not None or not group.tokens:
         raise ValueError(group._problem or "no trajectories")
     flat = group._flat
     narrow = {name: flat.columns[name].astype(np.float32) for name in flat.columns if name != "ref_logprobs"}
     narrow["inference_logprobs"][~flat.trained] = 0
-    exact = _exact_rows(flat, narrow)
+    exact = _find_exact_rows(flat, narrow)
     settings = {"generation_params": group.generation_params, "group_overrides": group.group_overrides}
     settings |= {"images": group.images} if group.images is not None else {}
-    starts, firsts, lengths = flat.starts.tolist(), flat.first_trained().tolist(), flat.lengths.tolist()
+    starts, firsts, lengths = flat.starts.tolist(), flat.find_first_trained().tolist(), flat.lengths.tolist()
     passed_on = [name for name in (*_PASSED_ON, "ref_logprobs") if getattr(group, name) is not None]
     trajectories = []
     for row, (start, first, length) in enumerate(zip(starts, firsts, lengths, strict=True)):
@@ -375,7 +387,7 @@ def to_trajectories(group: Group) -> list[Trajectory]:
                 logprobs=narrow["inference_logprobs"][first:end],
                 advantages=narrow["advantages"][first:end] if "advantages" in narrow else None,
                 score=float(group.scores[row]),
-                temperature=group.temperature(row),
+                temperature=group.find_temperature(row),
                 zeroed=group.is_zeroed(row),
                 policy_version=group.policy_version,
                 env_id=group.env_id,
@@ -386,13 +398,13 @@ def to_trajectories(group: Group) -> list[Trajectory]:
     return trajectories
 
 
-def _exact_rows(flat: _FlatRows, narrow: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _find_exact_rows(flat: _FlatRows, narrow: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return for each column of ``narrow`` whether each trajectory, (G,), can be restored exactly from float32.
 
     Values of untrained tokens are not stored in float32: they must have the values that ``from_trajectories`` fills in.
     """
     filled_in = {"inference_logprobs": np.where(flat.trained, np.nan, UNTRAINED_LOGPROB)}
-    is_prompt = np.arange(len(flat.tokens)) < np.repeat(flat.first_trained(), flat.lengths)
+    is_prompt = np.arange(len(flat.tokens)) < np.repeat(flat.find_first_trained(), flat.lengths)
     filled_in["advantages"] = np.where(is_prompt, 0.0, np.nan)
     exact = {}
     for name, values in narrow.items():
@@ -402,24 +414,24 @@ def _exact_rows(flat: _FlatRows, narrow: Mapping[str, np.ndarray]) -> dict[str, 
 
 
 def from_trajectories(rows: Sequence[Trajectory]) -> Group:
-    """Return the group of these trajectories: the inverse of ``to_trajectories``, exact to the last bit.
+    """Build a Group from its trajectories: the inverse of ``to_trajectories``, exact to the last bit.
 
-    A changed field of a trajectory overrides the original value. ValueError for rows of several groups.
+    A changed field of a trajectory overrides the original value. Raise ValueError if the rows belong to several groups.
     """
     if not rows:
         raise ValueError("no trajectories")
     first, passed_on = rows[0], [name for name in (*_PASSED_ON, "ref_logprobs") if name in rows[0].extras]
-    if any(_group_key(row) != _group_key(first) for row in rows):
+    if any(_make_group_key(row) != _make_group_key(first) for row in rows):
         raise ValueError("trajectories of different groups")
     params = dict(first.settings.get("generation_params", {}))
     if params.get("policy_version") != first.policy_version:
         params["policy_version"] = first.policy_version
     group = Group(
         tokens=(tokens := [row.prompt_ids.tolist() + row.completion_ids.tolist() for row in rows]),
-        masks=[_labels(row, row_tokens) for row, row_tokens in zip(rows, tokens, strict=True)],
+        masks=[_restore_masks(row, row_tokens) for row, row_tokens in zip(rows, tokens, strict=True)],
         scores=[row.score for row in rows],
-        inference_logprobs=[_logprobs(row) for row in rows],
-        advantages=None if first.advantages is None else [_advantages(row) for row in rows],
+        inference_logprobs=[_restore_logprobs(row) for row in rows],
+        advantages=None if first.advantages is None else [_restore_advantages(row) for row in rows],
         generation_params=params,
         overrides=[dict(row.extras.get("overrides", {})) for row in rows],
         group_overrides=dict(first.settings.get("group_overrides", {})),
@@ -429,21 +441,21 @@ def from_trajectories(rows: Sequence[Trajectory]) -> Group:
     )
     for index, row in enumerate(rows):
         overrides = group.overrides[index]
-        if group.temperature(index) != row.temperature:
+        if group.find_temperature(index) != row.temperature:
             overrides["temperature"] = row.temperature
         if group.is_zeroed(index) != row.zeroed:
             overrides["set_advantage_to_zero"] = row.zeroed
     return group
 
 
-def _group_key(row: Trajectory) -> Any:
-    """Return a key that is equal for all trajectories of a group, and differs between most groups."""
+def _make_group_key(row: Trajectory) -> Any:
+    """Return a key of a trajectory that is equal for all rows of a group, and differs between most groups."""
     passed_on = {*row.extras} & {*_PASSED_ON, "ref_logprobs"}
     return row.env_id, row.policy_version, row.settings, row.advantages is None, passed_on
 
 
-def _labels(row: Trajectory, tokens: list[int]) -> list[int]:
-    """Return the masks of a trajectory as run-api has them: the token if it is trained on, else -100."""
+def _restore_masks(row: Trajectory, tokens: list[int]) -> list[int]:
+    """Return a trajectory's masks in run-api's format, with the prompt's: the token if it is trained on, else -100."""
     prompt_length = len(row.prompt_ids)
     if row.mask.all():
         return [UNTRAINED] * prompt_length + tokens[prompt_length:]
@@ -451,8 +463,11 @@ def _labels(row: Trajectory, tokens: list[int]) -> list[int]:
     return [UNTRAINED] * prompt_length + labels
 
 
-def _logprobs(row: Trajectory) -> list[float]:
-    """Return the log-probs of all tokens, 1 if not trained on; the exact original values unless they were changed."""
+def _restore_logprobs(row: Trajectory) -> list[float]:
+    """Return a trajectory's log-probs in run-api's format, for prompt and completion: 1 for tokens not trained on.
+
+    Return the original float64 values if the trajectory's float32 log-probs are unchanged.
+    """
     trained = row.logprobs if row.mask.all() else np.where(row.mask, row.logprobs, UNTRAINED_LOGPROB)
     restored: list[float] = [UNTRAINED_LOGPROB] * len(row.prompt_ids) + trained.tolist()
     original: list[float] | None = row.extras.get("inference_logprobs")
@@ -462,8 +477,11 @@ def _logprobs(row: Trajectory) -> list[float]:
     return original if np.array_equal(narrow, row.logprobs) else restored
 
 
-def _advantages(row: Trajectory) -> list[float]:
-    """Return the advantages of all tokens, 0 in the prompt; the exact original values unless they were changed."""
+def _restore_advantages(row: Trajectory) -> list[float]:
+    """Return a trajectory's advantages in run-api's format, for prompt and completion: 0 in the prompt.
+
+    Return the original float64 values if the trajectory's float32 advantages are unchanged.
+    """
     assert row.advantages is not None
     original: list[float] | None = row.extras.get("advantages")
     if original is not None and np.array_equal(np.array(original[len(row.prompt_ids) :], np.float32), row.advantages):

@@ -25,9 +25,9 @@ from grpo_recipes.cli.runs import launch_options
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate_errors
 from grpo_recipes.extensions.atropos.flag_keys import PORT, Translation, translate_counts
 from grpo_recipes.extensions.atropos.flag_keys import translate as translate_flags
-from grpo_recipes.extensions.atropos.flags import COMMAND, FLAGS, MODE, SCRIPT, SHARED, VARIABLES, help_of
+from grpo_recipes.extensions.atropos.flags import COMMAND, FLAGS, MODE, SCRIPT, SHARED, VARIABLES, format_flag_help
 from grpo_recipes.extensions.atropos.recipe import ATROPOS_ENVIRONMENTS
-from grpo_recipes.extensions.atropos.rules import takes_groups
+from grpo_recipes.extensions.atropos.rules import selects_atropos
 from grpo_recipes.launch.run import launch
 from grpo_recipes.paths import display_path, find_code_root
 from grpo_recipes.plan.devices import Resources, count_generation_completions, find_resources, format_trainers
@@ -62,17 +62,20 @@ class AtroposLaunch(LaunchRequest):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Launch a run as the flags request; return its exit code, or 2 after printing every problem with the flags."""
-    return run_reporting_errors(lambda: _launch(read(list(sys.argv[1:] if argv is None else argv))))
+    return run_reporting_errors(lambda: _launch(read_launch(list(sys.argv[1:] if argv is None else argv))))
 
 
-def read(arguments: list[str]) -> AtroposLaunch:
-    """Return the launch that flags and variables request, with a checked plan; ConfigError lists all problems.
+def read_launch(arguments: list[str]) -> AtroposLaunch:
+    """Translate command-line flags and environment variables to a launch, and check its recipe and plan.
 
-    To resume a run without --config, the launch only has the flags: the run directory has recipe and plan.
+    To resume a run without --config, nothing is checked, because the run directory has recipe and plan. Raise
+    ConfigError with all problems.
     """
-    options, words = _parser().parse_known_args(arguments)
+    options, words = _build_parser().parse_known_args(arguments)
     environment_flags, flags = _split_environment_flags(words)
-    rejected = [row for row in FLAGS.rows if row.rejected and getattr(options, _attribute(row.name)) is not None]
+    rejected = [
+        row for row in FLAGS.rows if row.rejected and getattr(options, _make_attribute_name(row.name)) is not None
+    ]
     problems = [Problem(row.name, "has no equivalent here", row.fix) for row in rejected]
     if problems := [*problems, *unknown_flags(flags, [*FLAGS.by_name, READ_ALL], PROGRAM)]:
         raise ConfigError(*problems)
@@ -91,24 +94,27 @@ def read(arguments: list[str]) -> AtroposLaunch:
             file = choose_recipe(recipe, os.environ, GRPO, device)
         merged, _ = merge_recipe(file, flags, os.environ, device, translation.keys)
         translate_counts(translation, lambda key: merged.values[key].value, mode)
-        if not takes_groups(merged):
+        if not selects_atropos(merged):
             choices = " or ".join([*ATROPOS_ENVIRONMENTS, "file.py:Class"])
             fix = f"set --environment {choices}, or --atropos-url URL of a run-api with your environments"
             translation.problems.append(Problem("--environment", "is missing: nothing would send groups", fix))
     if translation.problems:
         raise ConfigError(*translation.problems)
     resources, gpu_notes = _limit_gpus(translation, resources, options.dry_run)
-    variables = {"LOGDIR": str(folder)} if (folder := translation.text("--log-dir")) else {}
-    variables |= {VERBOSITY: "debug"} if translation.text("--debug-loading") else {}
-    variables |= _last_run_variables(translation) if options.resume == "last" else {}
+    variables = {"LOGDIR": str(folder)} if (folder := translation.read_text("--log-dir")) else {}
+    variables |= {VERBOSITY: "debug"} if translation.read_text("--debug-loading") else {}
+    variables |= _find_run_root(translation) if options.resume == "last" else {}
     launching = launch_options(options, display_path(recipe) if recipe else None, flags, keys=translation.keys)
     request = AtroposLaunch(launching, resources, variables, [*notes, *translation.notes, *gpu_notes])
     with translate_errors(ConfigError, lambda error: _rename_keys(error, translation.keys)):
-        return _check(request) if recipe else request
+        return _check_launch(request) if recipe else request
 
 
 def _launch(request: AtroposLaunch) -> int:
-    """Print the notes and launch the run; return its exit code. ConfigError if an external run-api can't be reached."""
+    """Print the notes, launch the run and wait for its end; return its exit code.
+
+    Raise ConfigError if an external run-api can't be reached, or several processes of an outer launcher call this.
+    """
     reject_other_launchers(f"{COMMAND} --num_processes", os.environ)
     request.announce()
     if request.api_url and not request.options.dry_run and not can_reach(request.api_url, os.environ):
@@ -119,22 +125,22 @@ def _launch(request: AtroposLaunch) -> int:
 
 
 def _rename_keys(error: ConfigError, keys: Mapping[str, Value]) -> ConfigError:
-    """Return an error of the launch with this program's flags instead of recipe keys.
+    """Return the same ConfigError with this program's flags in its messages instead of recipe keys.
 
-    Without --vllm-port, its default is used. So the fix of a busy port is another port.
+    The fix "remove --vllm-port" becomes "set another --vllm-port", because without the flag its default is used.
     """
     removal, fix = f"remove {PORT} and let the launcher choose", f"set another {PORT}"
     problems = with_flags_of(error, keys).problems
     return ConfigError(*(replace(problem, fix=problem.fix.replace(removal, fix)) for problem in problems))
 
 
-def _attribute(name: str) -> str:
-    """Return the name of a flag's attribute in the parsed options."""
+def _make_attribute_name(name: str) -> str:
+    """Convert a flag to its attribute in argparse's namespace: ``--save-path`` to ``save_path``."""
     return name.removeprefix("--").replace("-", "_")
 
 
-def _parser() -> Parser:
-    """Return the parser of all flags; its help lists every flag and variable."""
+def _build_parser() -> Parser:
+    """Build the argument parser with the flags of ``flags.yaml`` and ``grpo launch``; its help lists the variables."""
     always, script_only = ([row for row in VARIABLES.rows if row.script is script] for script in (False, True))
     epilog = "\n".join(
         [
@@ -164,7 +170,7 @@ def _parser() -> Parser:
         shape = {"choices": list(row.values)} if row.values and row.least is None else shape
         shape = {"action": "store_true", "default": None} if row.type == "switch" else shape
         group = rejected if row.rejected else accepted
-        group.add_argument(*row.names, dest=_attribute(row.name), help=help_of(row), **shape)
+        group.add_argument(*row.names, dest=_make_attribute_name(row.name), help=format_flag_help(row), **shape)
     launching = parser.add_argument_group("options of grpo launch")
     names = ", ".join(row.name for row in script_only)
     launching.add_argument(READ_ALL, action="store_true", help=f"read the variables {names} too, as {SCRIPT} does")
@@ -191,11 +197,11 @@ def _split_environment_flags(words: list[str]) -> tuple[list[tuple[str, str]], l
 
 
 def _read_values(options: argparse.Namespace, uses_base: bool) -> tuple[dict[str, Value], list[str]]:
-    """Return the value of each flag that is set, and a note for each variable that sets a flag.
+    """Collect the values of all flags and variables that are set, and a note for each variable that sets a flag.
 
     A flag overrides its variable. Defaults of variables apply only without a recipe. A resumed run reads no variables.
     """
-    texts = {row.name: getattr(options, _attribute(row.name)) for row in FLAGS.rows}
+    texts = {row.name: getattr(options, _make_attribute_name(row.name)) for row in FLAGS.rows}
     values = {name: Value(text, name, from_text=True) for name, text in texts.items() if text is not None}
     notes = []
     for row in VARIABLES.rows:
@@ -207,10 +213,11 @@ def _read_values(options: argparse.Namespace, uses_base: bool) -> tuple[dict[str
     return values, notes
 
 
-def _last_run_variables(translation: Translation) -> dict[str, str]:
-    """Return the variable RUN_ROOT, so that ``--resume last`` finds the last run in this folder.
+def _find_run_root(translation: Translation) -> dict[str, str]:
+    """Return {"RUN_ROOT": folder}, the folder of runs in which ``--resume last`` finds the last run.
 
-    A flag for it would count as a change of the run, so the key is removed from ``translation``.
+    Remove the key run_root from ``translation``, because it would count as a change of the resumed run. Return {} if
+    the command line sets --run_root.
     """
     if "run_root" in translation.explicit:
         return {}
@@ -219,21 +226,21 @@ def _last_run_variables(translation: Translation) -> dict[str, str]:
 
 
 def _limit_gpus(translation: Translation, resources: Resources, dry_run: bool) -> tuple[Resources, list[str]]:
-    """Return the devices of the launch, limited to NUM_GPUS if it is set, and notes.
+    """Limit the GPUs of a launch to the variable NUM_GPUS if it is set; return the resources, and notes to print.
 
-    A dry run simulates missing GPUs.
+    With too few GPUs, a dry run simulates the missing ones, and any other launch raises ConfigError.
     """
     if resources.device == "cpu" or "NUM_GPUS" not in translation.flags:
         return resources, []
-    count = int(translation.text("NUM_GPUS"))
+    count = int(translation.read_text("NUM_GPUS"))
     fix = f"export NUM_GPUS={len(resources.gpus)}, or request more: sbatch --gres=gpu:{count} {SCRIPT}"
     return with_gpus(resources, count, "NUM_GPUS", fix, dry_run)
 
 
-def _check(request: AtroposLaunch) -> AtroposLaunch:
-    """Check the recipe and the plan of a new run.
+def _check_launch(request: AtroposLaunch) -> AtroposLaunch:
+    """Check the recipe and the plan of a new run; raise ConfigError if one of them is wrong.
 
-    Return the request with notes about batches, and its run-api's URL.
+    Return the request with its run-api's URL, and with notes about the size of a batch.
     """
     options, device = request.options, request.resources.device
     recipe = resolve_recipe(options.recipe, options.task, options.flags, os.environ, device, options.keys)

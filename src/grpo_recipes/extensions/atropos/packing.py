@@ -49,7 +49,10 @@ def predict_deadlock(
 def _find_starved_environment(
     batch_size: int, group_sizes: Sequence[int], min_allocations: Sequence[float | None]
 ) -> str | None:
-    """Describe the first environment with groups that do not fit next to the min_allocations of others, or None."""
+    """Return a message about the first environment with groups that do not fit next to the min_allocations of others.
+
+    Return None if all groups fit, or no environment has a min_allocation.
+    """
     if all(allocation is None for allocation in min_allocations):
         return None
     reserved = {
@@ -75,7 +78,10 @@ def _find_starved_environment(
 
 
 def _describe_starvation(index: int, size: int, room: int, batch_size: int) -> str:
-    """Return the sentence about environment ``index``, from 0, and its groups of ``size`` sequences."""
+    """Return the message that only ``room`` sequences of a batch remain for environment ``index`` (from 0).
+
+    Its groups have ``size`` sequences, and need more.
+    """
     return (
         f"the min_allocation of other environments leaves {room} of the {batch_size} sequences of a batch, and the "
         f"groups of environment {index + 1} have {size}: run-api hands them out only while the others lack groups"

@@ -15,11 +15,11 @@ from grpo_recipes.extensions.atropos.access import grant_access, revoke_access
 from grpo_recipes.extensions.atropos.recipe import (
     ENVIRONMENT_TOKEN,
     admits_environments,
-    atropos_environments,
-    atropos_labels,
+    list_environments,
+    make_environment_labels,
     uses_atropos,
 )
-from grpo_recipes.extensions.atropos.rules import packing_problems
+from grpo_recipes.extensions.atropos.rules import find_packing_problems
 from grpo_recipes.paths import module_command
 from grpo_recipes.plan.devices import count_generation_completions
 from grpo_recipes.plan.ports import LOOPBACK, Ports
@@ -38,8 +38,8 @@ ENVIRONMENT = "environment-"  # prefix of an environment's role; its label follo
 PORT = "atropos_port"
 
 
-def api_url(recipe: Recipe, ports: Ports) -> str | None:
-    """Return the URL of run-api, started by the launch or set in the recipe; None without Atropos."""
+def find_api_url(recipe: Recipe, ports: Ports) -> str | None:
+    """Return the URL of run-api: on loopback if the launch starts it, else from the recipe; None without Atropos."""
     if not uses_atropos(recipe.__getitem__):
         return None
     return (
@@ -49,10 +49,10 @@ def api_url(recipe: Recipe, ports: Ports) -> str | None:
     )
 
 
-def _run_api_process(plan: Plan, names: Names) -> Process | None:
-    """Return the process of the run-api that the launch starts on the first node; None if it starts none.
+def _plan_run_api(plan: Plan, names: Names) -> Process | None:
+    """Describe the run-api process that the launch starts on the first node; return None if it starts none.
 
-    run-api ignores a second registration, so it restarts together with the trainers.
+    It restarts together with the trainers, because run-api ignores a second registration.
     """
     port = plan.ports.extensions.get(PORT)
     if port is None:
@@ -76,9 +76,9 @@ def _run_api_process(plan: Plan, names: Names) -> Process | None:
     )
 
 
-def _environment_processes(recipe: Recipe, plan: Plan, names: Names) -> list[Process]:
-    """Return a process for each environment of the recipe, on the first node; [] if the recipe lists none."""
-    url = api_url(recipe, plan.ports)
+def _plan_environments(recipe: Recipe, plan: Plan, names: Names) -> list[Process]:
+    """Describe a process for each environment of the recipe, on the first node; return [] if the recipe lists none."""
+    url = find_api_url(recipe, plan.ports)
     addresses = ("--api-url", str(url), "--server-url", f"http://{plan.server_host}:{plan.ports.server}")
     after = (RUN_API, "server") if PORT in plan.ports.extensions else ("server",)
     return [
@@ -94,7 +94,7 @@ def _environment_processes(recipe: Recipe, plan: Plan, names: Names) -> list[Pro
             with_trainers=True,
             until_trained=True,
         )
-        for index, label in enumerate(atropos_labels(recipe.__getitem__))
+        for index, label in enumerate(make_environment_labels(recipe.__getitem__))
     ]
 
 
@@ -102,14 +102,14 @@ class AtroposRoles(Roles):
     """The processes of Atropos: run-api and the environments that send groups to it."""
 
     def data(self, recipe: Recipe, plan: Plan) -> Data | None:
-        """Return the plan's line about environments, batch and run-api; None without Atropos."""
-        url = api_url(recipe, plan.ports)
+        """Return the plan's line about environments, batch size, staleness and run-api; None without Atropos."""
+        url = find_api_url(recipe, plan.ports)
         if url is None:
             return None
-        environments = atropos_environments(recipe.__getitem__)
+        environments = list_environments(recipe.__getitem__)
         total_weight = sum(environment.weight for environment in environments)
         names = []
-        for label, environment in zip(atropos_labels(recipe.__getitem__), environments, strict=True):
+        for label, environment in zip(make_environment_labels(recipe.__getitem__), environments, strict=True):
             weight = f"weight {environment.weight / total_weight:.0%}" if len(environments) > 1 else ""
             allocation = environment.min_allocation
             details = ", ".join(filter(None, (weight, "" if allocation is None else f"first {allocation:.0%}")))
@@ -129,7 +129,7 @@ class AtroposRoles(Roles):
         """
         if not uses_atropos(recipe.__getitem__):
             return
-        deadlocks = [*packing_problems(recipe, count_generation_completions(recipe, plan.batch))]
+        deadlocks = [*find_packing_problems(recipe, count_generation_completions(recipe, plan.batch))]
         yield from deadlocks
         if not deadlocks and PORT in plan.ports.extensions and plan.server_apart:
             where, node = recipe.location("atropos_environment"), plan.placement[0].node
@@ -152,10 +152,7 @@ class AtroposRoles(Roles):
         )
 
     def needs_server(self, recipe: Recipe) -> tuple[str, str] | None:
-        """Return the beginning of the error message if there is no vLLM server, and nothing to add to its fix.
-
-        Return None without Atropos.
-        """
+        """Return the subject of the error for a plan without vLLM server, and "" for its fix; None without Atropos."""
         return ("Atropos' environments need", "") if uses_atropos(recipe.__getitem__) else None
 
     def samples_by_itself(self, recipe: Recipe) -> bool:
@@ -164,13 +161,13 @@ class AtroposRoles(Roles):
 
     def processes(self, recipe: Recipe, plan: Plan, names: Names) -> list[Process]:
         """Return the processes that the launch starts for Atropos: run-api, if it starts one, and the environments."""
-        server = _run_api_process(plan, names)
-        return [*([server] if server else []), *_environment_processes(recipe, plan, names)]
+        server = _plan_run_api(plan, names)
+        return [*([server] if server else []), *_plan_environments(recipe, plan, names)]
 
     def server_variables(self, recipe: Recipe, names: Names) -> dict[str, str]:
-        """Return the server's variables if environments in other terminals may join, else {}.
+        """Return environment variables for the server if environments that the user starts may join, else {}.
 
-        They name the file with the environments' token, and the recipe's sampling parameters as JSON.
+        They have the path of the environments' token, and the recipe's sampling parameters as JSON.
         """
         if not admits_environments(recipe.__getitem__):
             return {}
@@ -181,18 +178,19 @@ class AtroposRoles(Roles):
         }
 
     def trainer_flags(self, recipe: Recipe, plan: Plan) -> Mapping[str, object]:
-        """Return the trainers' flag with the URL of run-api, None without Atropos."""
-        return {"--atropos_api_url": api_url(recipe, plan.ports)}
+        """Return the trainers' flag --atropos_api_url with the URL of run-api; its value is None without Atropos."""
+        return {"--atropos_api_url": find_api_url(recipe, plan.ports)}
 
     def admit(self, recipe: Recipe, plan: Plan, names: Names) -> str | None:
-        """Write token and settings for environments in other terminals, before the server starts.
+        """Write token and settings for environments that the user starts into the run directory.
 
-        Return the command that starts such an environment, or None if none may join.
+        The launcher calls this before the server starts. Return the shell command that starts such an environment, or
+        None if none may join.
         """
         return grant_access(recipe, plan, names)
 
     def dismiss(self, run_dir: Path) -> None:
-        """When the launch ends, remove the files that ``admit`` wrote."""
+        """Remove the token and settings that ``admit`` wrote; the launcher calls this when it ends."""
         revoke_access(run_dir)
 
 

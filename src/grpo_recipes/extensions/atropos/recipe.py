@@ -28,8 +28,11 @@ class AtroposEnvironment:
 ATROPOS_ENVIRONMENTS = ("arithmetic", "dataset")
 
 
-def atropos_environments(recipe: Callable[[str], Any]) -> list[AtroposEnvironment]:
-    """Return the environments of atropos_environment, else of atropos_mixture; [] if the recipe has neither."""
+def list_environments(recipe: Callable[[str], Any]) -> list[AtroposEnvironment]:
+    """Return the environments in the recipe key atropos_environment, else in atropos_mixture; [] if neither is set.
+
+    ``recipe`` looks up a recipe key.
+    """
     if recipe("atropos_environment") is not None:
         return [AtroposEnvironment(recipe("atropos_environment"), recipe("atropos_environment_args") or {})]
     entries = (recipe("atropos_mixture") or {}).get("environments") or []
@@ -42,7 +45,7 @@ def atropos_environments(recipe: Callable[[str], Any]) -> list[AtroposEnvironmen
 
 
 def uses_atropos(recipe: Callable[[str], Any]) -> bool:
-    """Return whether the groups of a recipe come from Atropos' run-api."""
+    """Return whether a recipe sets atropos_environment, atropos_mixture or atropos_api_url."""
     return any(recipe(key) is not None for key in ("atropos_environment", "atropos_mixture", "atropos_api_url"))
 
 
@@ -51,39 +54,39 @@ def starts_run_api(recipe: Callable[[str], Any]) -> bool:
     return uses_atropos(recipe) and recipe("atropos_api_url") is None
 
 
-def atropos_labels(recipe: Callable[[str], Any]) -> list[str]:
+def make_environment_labels(recipe: Callable[[str], Any]) -> list[str]:
     """Return a short, unique label of each Atropos environment of a recipe, made of ``a-z 0-9 _ -``."""
     labels: list[str] = []
-    for environment in atropos_environments(recipe):
+    for environment in list_environments(recipe):
         name = re.sub("[^a-z0-9_-]+", "-", environment.id.rpartition(":")[2].lower()).strip("-")[:_MAX_LABEL_LENGTH]
         candidates = (f"{name or 'environment'}{f'-{count}' if count > 1 else ''}" for count in itertools.count(1))
         labels.append(next(label for label in candidates if label not in labels))
     return labels
 
 
-def longest_trajectory(recipe: Callable[[str], Any]) -> int | None:
-    """Return the most tokens of a prompt with its completion; None if the recipe sets no limit.
+def find_trajectory_limit(recipe: Callable[[str], Any]) -> int | None:
+    """Return the most tokens that a recipe allows for a prompt with its completion; None if it sets no limit.
 
-    It is the sum of max_prompt_length and max_completion_length, or vllm_max_model_length if one of them is missing.
+    This is max_prompt_length + max_completion_length, or vllm_max_model_length if one of them is missing.
     """
     prompt, completion = recipe("max_prompt_length"), recipe("max_completion_length")
     longest = recipe("vllm_max_model_length") if None in (prompt, completion) else prompt + completion
     return None if longest is None else int(longest)
 
 
-def run_api_port(recipe: Callable[[str], Any]) -> int | None:
-    """Return the default port of the run-api that a launch starts; None if it starts none."""
+def choose_run_api_port(recipe: Callable[[str], Any]) -> int | None:
+    """Return 8001, the default port of run-api, if a launch of the recipe starts run-api; else None."""
     return RUN_API_PORT if starts_run_api(recipe) else None
 
 
 def admits_environments(recipe: Callable[[str], Any]) -> bool:
-    """Return whether environments in other terminals may sample from the run's server: with an external run-api."""
+    """Return whether environments that the user starts may sample from the run's server: with an external run-api."""
     return uses_atropos(recipe) and not starts_run_api(recipe)
 
 
-def dataset_names(recipe: Callable[[str], Any]) -> Iterator[tuple[str, str | None, str | None, str]]:
-    """Yield the datasets of the shipped environment ``dataset``: the key that names it, id, configuration and split."""
-    for environment in atropos_environments(recipe):
+def list_datasets(recipe: Callable[[str], Any]) -> Iterator[tuple[str, str | None, str | None, str]]:
+    """Yield recipe key, name, configuration and split of each dataset that a shipped environment ``dataset`` reads."""
+    for environment in list_environments(recipe):
         if environment.id == "dataset":
             key = "atropos_mixture" if recipe("atropos_environment") is None else "atropos_environment_args"
             name, config, split = (

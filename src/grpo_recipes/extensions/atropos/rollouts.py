@@ -30,7 +30,7 @@ from grpo_recipes.data.prompts import Prompts
 from grpo_recipes.extensions.atropos.access import SETTINGS
 from grpo_recipes.extensions.atropos.client import AtroposClient, AtroposError, Registration
 from grpo_recipes.extensions.atropos.group import Group, Trajectory, to_trajectories
-from grpo_recipes.extensions.atropos.recipe import atropos_environments, longest_trajectory
+from grpo_recipes.extensions.atropos.recipe import find_trajectory_limit, list_environments
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.recipe.rules import NEUTRAL_SAMPLING
 from grpo_recipes.rollouts.source import SamplingTrainer, Source
@@ -72,8 +72,11 @@ class AtroposRollouts(Source):
 
     @classmethod
     def training_prompts(cls, args: ScriptArguments, seed: int, least: int) -> Prompts:
-        """Return placeholder prompts, at least 1024 and a multiple of ``least``; the prompts of groups replace them."""
-        environments = atropos_environments(partial(getattr, args))
+        """Return placeholder prompts for TRL's dataloader, at least 1024 and a multiple of ``least``.
+
+        The prompts of Atropos' groups replace them later.
+        """
+        environments = list_environments(partial(getattr, args))
         names = ", ".join(environment.id for environment in environments) or str(args.atropos_api_url)
         count = least * math.ceil(_MIN_PLACEHOLDERS / least)
         rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": names}]] * count})
@@ -94,10 +97,10 @@ class AtroposRollouts(Source):
         self._labels: set[str] = set()  # all environments that have sent groups
 
     def attach(self, trainer: SamplingTrainer) -> None:
-        """Make each weight sync send the optimizer step, which the server adds to its answers to environments.
+        """Wrap the trainer's weight sync: it first sends the optimizer step, which the server adds to its answers.
 
-        Also tell the server's client whether environments outside of the launch may send requests at any time: then it
-        never pauses the engine. Do nothing without vLLM.
+        Also tell the server's client whether environments outside of the launch may send requests at any time. Then the
+        client never pauses the engine. Do nothing without vLLM.
         """
         if not trainer.use_vllm:
             return
@@ -120,17 +123,14 @@ class AtroposRollouts(Source):
         generation.wrap_sync(with_policy_version)
 
     def start_generation(self, rows: list[dict[str, Any]], name: str) -> None:
-        """Keep the rank's rows of the next batch.
-
-        ``__call__`` replaces their placeholder prompts by the groups' prompts.
-        """
+        """Store the rank's rows of the next batch; ``__call__`` replaces their prompts with the groups' prompts."""
         self._placeholders = rows
 
     def __call__(self, prompts: list[Any], trainer: SamplingTrainer) -> dict[str, Any]:
-        """Wait for the groups of a generation.
+        """Wait for the groups of a generation; return TRL's ``rollout_func`` fields and the scores of the rank's rows.
 
-        Return the fields of TRL's ``rollout_func``, and the scores of this rank's rows. Rank 0 takes the groups, and an
-        error of rank 0 is raised on every rank. Every rank calls this.
+        Rank 0 requests the groups from run-api and broadcasts them. Its error is raised on every rank. Every rank must
+        call this. ``prompts`` is not used.
         """
         with trainer.preemption.cutting_short(), trainer.rows.phase("sample"):
             get_result = _broadcast_result(partial(self._take_groups, trainer), trainer.accelerator.is_main_process)
@@ -162,13 +162,13 @@ class AtroposRollouts(Source):
         return self._completions
 
     def annotate(self, trainer: SamplingTrainer, output: dict[str, Any]) -> None:
-        """Mask the rows that the environment gives the advantage 0; add temperatures, and which rows are fresh.
+        """Change TRL's ``output`` in place: mask zeroed rows, add "fresh" and, if the rows differ, "temperature".
 
-        Fresh rows have the current weights. Masked tokens still count in the mean over tokens, as with an advantage of
-        0. Unlike those, they get no KL penalty.
+        A row is zeroed if its environment sets its advantage to 0. Its masked tokens still count in the mean over
+        tokens, but get no KL penalty. A row is fresh if the current weights sampled it with neutral parameters.
         """
         device = output["completion_ids"].device
-        output["tool_mask"] = output["tool_mask"] * ~self._zeroed(device).unsqueeze(1)
+        output["tool_mask"] = output["tool_mask"] * ~self._find_zeroed_rows(device).unsqueeze(1)
         output["fresh"] = torch.tensor(self._rank_fresh, device=device)
         if self.temperatures is not None:
             output["temperature"] = self.temperatures
@@ -185,14 +185,14 @@ class AtroposRollouts(Source):
         """
         if not (self.brings_advantages or any(row.zeroed for row in self._generation.rows)):
             return None
-        zeroed_B = self._zeroed(output["advantages"].device)
+        zeroed_B = self._find_zeroed_rows(output["advantages"].device)
         advantages = means_B = output["advantages"].masked_fill(zeroed_B, 0.0)
         if self.brings_advantages:
             first = trainer.accelerator.process_index * len(self._rank_rows)
             advantages, means_B = means_B.unsqueeze(1).repeat(1, output["completion_ids"].shape[1]), means_B.clone()
             for index, row in enumerate(self._rank_rows):
                 if row.advantages is not None and not row.zeroed:
-                    divisor = self._advantage_divisor(
+                    divisor = self._compute_advantage_divisor(
                         (first + index) // trainer.num_generations, trainer.num_generations
                     )
                     row_T = torch.from_numpy(numpy.where(row.mask, row.advantages / divisor, 0.0)).to(advantages)
@@ -210,14 +210,15 @@ class AtroposRollouts(Source):
         output.pop("fresh", None)
         output["old_per_token_logps"] = output["sampling_per_token_logps"]
 
-    def _zeroed(self, device: torch.device) -> torch.Tensor:
-        """Return whether the environment sets the advantage of each of the rank's rows to zero, (B,)."""
+    def _find_zeroed_rows(self, device: torch.device) -> torch.Tensor:
+        """Return a boolean tensor, (B,): whether the environment sets the advantage of each of the rank's rows to 0."""
         return torch.tensor([row.zeroed for row in self._rank_rows], device=device)
 
-    def _advantage_divisor(self, group: int, size: int) -> float:
-        """Return the divisor of a group's token advantages: their standard deviation if the recipe asks for it, else 1.
+    def _compute_advantage_divisor(self, group: int, size: int) -> float:
+        """Return the divisor of a group's token advantages: their standard deviation, or 1.
 
-        Only trained tokens of rows that are not zeroed count. A deviation of about 0 also gives 1.
+        It is 1 unless the recipe sets atropos_normalize_advantages, and if the deviation is about 0. Only trained
+        tokens of rows that are not zeroed count. ``group`` is an index, ``size`` the rows of a group.
         """
         rows = [row for row in self._generation.rows[group * size : (group + 1) * size] if not row.zeroed]
         values = [row.advantages[row.mask.astype(bool)] for row in rows if row.advantages is not None]
@@ -243,9 +244,9 @@ class AtroposRollouts(Source):
     # --- on rank 0 -------------------------------------------------------------------------------------------------
 
     def _take_groups(self, trainer: SamplingTrainer) -> Generation:
-        """Wait for the groups of a generation, of all ranks; return them with metrics.
+        """Wait for the groups of all ranks for a generation; return their rows with metrics. Called on rank 0.
 
-        The first call registers at run-api.
+        The first call registers this training at run-api. Raise AtroposError if the groups do not come in time.
         """
         client = self._client = self._client or self._register(trainer)
         embeddings = cast(torch.nn.Embedding, trainer.model.get_input_embeddings())
@@ -254,7 +255,7 @@ class AtroposRollouts(Source):
         groups = client.take_groups(
             len(self._placeholders) * world // size,
             size=size,
-            longest=self._longest_trajectory(trainer),
+            longest=self._limit_trajectory(trainer),
             vocabulary=embeddings.num_embeddings,
             step=step,
             max_staleness=self._script.atropos_max_staleness,
@@ -276,15 +277,15 @@ class AtroposRollouts(Source):
                 "atropos/tokens_per_second": tokens / minutes / 60,
                 "atropos/queue": float(client.count_waiting_groups(size)),
                 **{f"atropos/{name}": float(counts[name]) for name in _COUNT_METRICS},
-                **_staleness(groups, step),
-                **self._environment_metrics(groups),
+                **_measure_staleness(groups, step),
+                **self._compute_environment_metrics(groups),
             },
         )
 
     def _register(self, trainer: SamplingTrainer) -> AtroposClient:
-        """Return a client that has registered this training at run-api; environments can start then.
+        """Create a client of run-api and register this training, so that environments start to sample.
 
-        Call this once the server has the weights.
+        Call this once the server has the weights. Raise AtroposError if run-api rejects the registration.
         """
         script, args = self._script, self._args
         client = AtroposClient(
@@ -293,7 +294,7 @@ class AtroposRollouts(Source):
             attempts=script.atropos_batch_retry_attempts,
             delay=script.atropos_batch_retry_delay,
             max_wait=script.atropos_batch_max_wait_time,
-            stopped=partial(self._check_stop, trainer),
+            stopped=partial(self._reconnect_and_check_stop, trainer),
             say=lambda text: print(f"grpo: {text}", flush=True),
             describe_run=partial(self._describe_run, trainer),
             explain_wait=partial(self._explain_wait, trainer),
@@ -303,7 +304,7 @@ class AtroposRollouts(Source):
                 wandb_group=args.wandb_run_group or "",
                 wandb_project=args.wandb_project or "",
                 batch_size=len(self._placeholders) * trainer.accelerator.num_processes,
-                max_token_len=self._longest_trajectory(trainer) + 1,  # environments drop sequences of this length
+                max_token_len=self._limit_trajectory(trainer) + 1,  # environments drop sequences of this length
                 checkpoint_dir=args.output_dir,
                 save_checkpoint_interval=int(trainer.state.save_steps),
                 starting_step=trainer.state.global_step,
@@ -313,15 +314,15 @@ class AtroposRollouts(Source):
         self._last_taken = time.monotonic()
         return client
 
-    def _longest_trajectory(self, trainer: SamplingTrainer) -> int:
-        """Return the most tokens of a trajectory: the recipe's limit, else the model's."""
+    def _limit_trajectory(self, trainer: SamplingTrainer) -> int:
+        """Return the most tokens of a trajectory: the recipe's limit, else the model's max_position_embeddings."""
         keys = {**vars(self._args), **vars(self._script)}
-        return longest_trajectory(keys.__getitem__) or int(
+        return find_trajectory_limit(keys.__getitem__) or int(
             trainer.model.config.get_text_config().max_position_embeddings
         )
 
     def _describe_run(self, trainer: SamplingTrainer) -> list[str]:
-        """Return lines about the vLLM server's state and the paths of logs, for the error of a wait without groups."""
+        """Request the vLLM server's state; return it and the paths of logs as lines for the error if no groups come."""
         lines = []
         if trainer.use_vllm:
             client = trainer.vllm_generation.vllm_client
@@ -337,7 +338,10 @@ class AtroposRollouts(Source):
         return lines
 
     def _explain_wait(self, trainer: SamplingTrainer) -> str:
-        """Return a message if the server rejected requests of environments in other terminals, else an empty text."""
+        """Return a message with a fix if the vLLM server rejected requests because of their token, else an empty text.
+
+        Only a run that admits environments in other terminals asks the server.
+        """
         settings = self._run_dir / SETTINGS
         if not (trainer.use_vllm and settings.exists()):
             return ""
@@ -349,8 +353,8 @@ class AtroposRollouts(Source):
                 return f"{message}. Fix: start environments with: python ENVIRONMENT.py serve --config {settings}"
         return ""
 
-    def _check_stop(self, trainer: SamplingTrainer) -> bool:
-        """Return whether the run stops; also send the weights to a server that was restarted.
+    def _reconnect_and_check_stop(self, trainer: SamplingTrainer) -> bool:
+        """Send the weights to the vLLM server again if it was restarted; return whether the run was asked to stop.
 
         While environments sample, the trainer sends the server no other request that would detect a restart.
         """
@@ -358,10 +362,10 @@ class AtroposRollouts(Source):
             trainer.vllm_generation.vllm_client.reconnect()
         return bool(trainer.preemption.stop.cuts())
 
-    def _environment_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Return the mean score and the fraction of groups of each environment, as metrics.
+    def _compute_environment_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Return the mean score of each environment in ``groups``, and the fraction of groups that it sent, as metrics.
 
-        The result is empty until groups of a second environment have come.
+        Return {} until groups of a second environment have come. An environment without groups has the fraction 0.
         """
         scores: dict[str, list[list[float]]] = defaultdict(list)
         for group in groups:
@@ -400,14 +404,17 @@ def _is_neutral(group: Group) -> bool:
     return all(group.generation_params.get(name) in (None, *values) for name, values in _NEUTRAL_VALUES.items())
 
 
-def _staleness(groups: Sequence[Group], step: int) -> dict[str, float]:
-    """Return two metrics: how many optimizer steps the groups' weights are behind, mean and maximum; {} if unknown."""
+def _measure_staleness(groups: Sequence[Group], step: int) -> dict[str, float]:
+    """Return mean and maximum of the optimizer steps between each group's policy and ``step``, as two metrics.
+
+    Return {} if no group has a policy version.
+    """
     steps = [float(step - group.policy_version) for group in groups if group.policy_version is not None]
     return {"atropos/staleness_mean": fmean(steps), "atropos/staleness_max": max(steps)} if steps else {}
 
 
 def _to_messages(row: Trajectory, tokenizer: Any) -> list[Message]:
-    """Return a completion as messages: runs of trained tokens are assistant messages, all others user messages."""
+    """Decode a completion to chat messages: each run of trained tokens as assistant message, other tokens as user's."""
     parts = groupby(zip(row.mask.tolist(), row.completion_ids.tolist(), strict=True), key=itemgetter(0))
     return [
         {

@@ -28,7 +28,7 @@ from grpo_recipes.extensions.atropos.server import (
     PromptTooLong,
     RunServer,
     ServerGone,
-    generation_params,
+    build_generation_params,
     record_requests,
 )
 from grpo_recipes.plan.ports import find_listener
@@ -77,9 +77,10 @@ class RunEnvironment(BaseEnv):
         self._slots: AsyncSemWithAdaptiveWeight | None = None  # limits the groups under way
 
     async def collect_trajectories(self, item: Any) -> tuple[Collected, list[Any]]:
-        """Collect as the environment does, and add generation_params to its groups.
+        """Call the environment's ``collect_trajectories`` and add generation_params to its groups.
 
-        A wrong configuration, or too many failures in a row, end the process.
+        Raise SystemExit, which ends the process, for a wrong configuration and after 24 failures in a row. Other errors
+        are raised again, and atroposlib continues with the next item.
         """
         try:
             with record_requests() as requests:
@@ -100,15 +101,15 @@ class RunEnvironment(BaseEnv):
         for group in collected if isinstance(collected, list) else [collected]:
             if group is not None:
                 explicit = group.get("generation_params") or {}
-                group["generation_params"] = {**generation_params(requests), ENVIRONMENT: self.label, **explicit}
+                group["generation_params"] = {**build_generation_params(requests), ENVIRONMENT: self.label, **explicit}
         return collected, backlog
 
     async def _collect_in_slot(self, item: Any) -> tuple[Collected, list[Any]]:
-        """Wait until the environment's weight allows another group under way, and collect it.
+        """Wait until the environment's weight allows another concurrent group, then collect the group and return it.
 
-        At most as many groups are under way as may wait for the trainer, or as there are workers. atroposlib divides
-        512 requests by weight. An environment that samples a whole group with a single request never reaches its share
-        of them.
+        At most as many groups are sampled at the same time as may wait for the trainer, or as there are workers.
+        atroposlib limits only single requests by weight. An environment that samples a whole group with one request
+        never reaches that limit.
         """
         collect = self._collect_rows if self.collects_rows else super().collect_trajectories
         if not hasattr(self, "status_dict"):  # before atroposlib's first request to run-api, and so before training
@@ -121,10 +122,10 @@ class RunEnvironment(BaseEnv):
             return await collect(item)
 
     async def _collect_rows(self, item: Any) -> tuple[Collected, list[Any]]:
-        """Collect each trajectory of a group separately, as BaseEnv does.
+        """Call the environment's ``collect_trajectory`` concurrently for each row; return the group and the backlog.
 
-        Return the group, with log-probs, and the backlog. An optional field is left out unless all trajectories have
-        it. ValueError if a trajectory is not a dict.
+        Unlike BaseEnv's method, this keeps log-probs. An optional field is left out unless all trajectories have it.
+        Raise ValueError if a trajectory is not a dict.
         """
         results = await asyncio.gather(*(self.collect_trajectory(item) for _ in range(self.config.group_size)))
         rows = [row for row, _ in results]
@@ -141,16 +142,17 @@ class RunEnvironment(BaseEnv):
         return group, [later for _, backlog in results for later in backlog]
 
     async def register_env(self) -> None:
-        """Register at run-api as the environment does, and record its id for a later process."""
+        """Register at run-api as the environment does, then write its id to ``id_file`` for a later process."""
         await super().register_env()
         record_id(self.id_file, self.api_url, self.env_id)
         say(f"registered at run-api as environment {self.env_id}, {self.config.wandb_name}")
 
 
 def adapt_class(kind: type[BaseEnv], run: Path, index: int, label: str, **attributes: Any) -> type[BaseEnv]:
-    """Return a subclass of an environment's class, as the module describes, for the INDEX-th environment of a run.
+    """Create a subclass of an environment's class with RunEnvironment's methods, for the INDEX-th environment of a run.
 
-    Shipped environments, and those derived from RecipeEnv, log no metrics, so they get no metrics file.
+    ``attributes`` become class attributes. ``wandb_log`` writes metrics to a file, except in subclasses of RecipeEnv,
+    which log no metrics.
     """
     bases = (RunEnvironment, kind) if issubclass(kind, RecipeEnv) else (RunEnvironment, kind, MetricsFile)
     values = {
@@ -165,7 +167,7 @@ def adapt_class(kind: type[BaseEnv], run: Path, index: int, label: str, **attrib
 
 
 def record_id(file: Path, api_url: str, env_id: int) -> None:
-    """Write the environment's id and process to a JSON file, with the run-api that assigned the id."""
+    """Write the environment's id, this process's id, and URL and start time of run-api to a JSON file."""
     file.parent.mkdir(exist_ok=True)
     write_json(file, {**_identify_api(api_url), "env_id": env_id, "pid": os.getpid()})
 
@@ -187,7 +189,7 @@ def disconnect_predecessor(file: Path, api_url: str) -> None:
 
 
 def _identify_api(url: str) -> dict[str, Any]:
-    """Return the URL of run-api and the start time of its process, by which a restart is detected.
+    """Return run-api's URL as "api", and the start time of its process as "api_since", to detect a restart.
 
     No request is sent. The start time is None if the URL is on another machine, or if no process of this user listens
     on the port.

@@ -36,12 +36,12 @@ from grpo_recipes.extensions.atropos.environments import (
     RecipeEnv,
     RecipeEnvConfig,
 )
-from grpo_recipes.extensions.atropos.fields import ARGS, argument_problems
+from grpo_recipes.extensions.atropos.fields import ARGS, find_argument_problems
 from grpo_recipes.extensions.atropos.recipe import (
     AtroposEnvironment,
-    atropos_environments,
-    atropos_labels,
-    longest_trajectory,
+    find_trajectory_limit,
+    list_environments,
+    make_environment_labels,
 )
 from grpo_recipes.extensions.atropos.run_environment import adapt_class, disconnect_predecessor
 from grpo_recipes.extensions.atropos.server import NEUTRAL, RunServerConfig
@@ -76,7 +76,7 @@ _MARGIN_SECONDS = 60.0  # patience with the server beyond the limits of a hang a
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one environment of the run directory's recipe; return the exit code if it ends by itself."""
+    """Run one environment of the run directory's recipe until it is terminated; return an exit code if it fails."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("index", metavar="INDEX", type=int, help="number of the environment in the recipe, from 0")
     parser.add_argument("--api-url", required=True, help="URL of run-api")
@@ -98,9 +98,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def create_environment(run: Path, index: int, api_url: str, server_url: str) -> Any:
-    """Create the INDEX-th environment of a run, for this run-api and server; ConfigError if it is not usable."""
+    """Create the INDEX-th environment of a run's recipe, with this run-api and vLLM server; print what the run changes.
+
+    Raise ConfigError if its class or configuration is not usable.
+    """
     recipe, copies = read_frozen(run / "recipe.yaml"), run / REWARD_COPIES
-    entry, label = atropos_environments(recipe.__getitem__)[index], atropos_labels(recipe.__getitem__)[index]
+    entry, label = list_environments(recipe.__getitem__)[index], make_environment_labels(recipe.__getitem__)[index]
     kind = load_environment(entry.id, copies)
     plan = Run(run).plan
     config = build_config(kind, entry, recipe, str(plan["model"]), api_url, label)
@@ -123,10 +126,10 @@ def create_environment(run: Path, index: int, api_url: str, server_url: str) -> 
 
 
 def load_environment(spec: str, copies: Path | None = None) -> type[BaseEnv]:
-    """Return the class of a shipped environment, or of ``module:Class`` or ``file.py:Class``.
+    """Return the class of a shipped environment, or import it from ``module:Class`` or ``file.py:Class``.
 
-    ConfigError if it is not an environment or lacks a method. ``copies`` is the folder with the run's copies of user
-    code.
+    Raise ConfigError if it is not an environment or lacks a method. ``copies`` is the folder with the run's copies of
+    user code.
     """
     if (kind := SHIPPED.get(spec)) is not None:
         return kind
@@ -146,14 +149,14 @@ def load_environment(spec: str, copies: Path | None = None) -> type[BaseEnv]:
     return kind
 
 
-def environment_problems(
+def find_environment_problems(
     spec: str,
     args: Mapping[str, Any],
     where: str = "atropos_environment",
     copies: Path | None = None,
     fetched: Fetched | None = None,
 ) -> list[Problem]:
-    """Import an environment and read its dataset; return the problems of the environment and its arguments.
+    """Import an environment, check its arguments and read its dataset; return the problems, [] if it is usable.
 
     Args:
         spec: the environment as the recipe names it.
@@ -166,7 +169,7 @@ def environment_problems(
         kind = load_environment(spec, copies)
         base = kind.config_init()[0]
         check_arguments(type(base), args)
-        config = _replace_values(base, {**_required_values(base), **args})
+        config = _replace_values(base, {**_list_required_values(base), **args})
         if issubclass(kind, RecipeEnv):
             kind.check_config(config, copies, fetched)
     except ConfigError as error:
@@ -180,15 +183,15 @@ def environment_problems(
 def build_config(
     kind: type[BaseEnv], entry: AtroposEnvironment, recipe: Recipe, model: str, api_url: str, label: str
 ) -> Any:
-    """Return the configuration of an environment, its defaults with other values on top.
+    """Build the configuration of an environment: its defaults, overridden by the run, the recipe and its arguments.
 
     In rising priority: values that every run needs, keys of the recipe, arguments of the environment, values that must
-    agree with the run. ConfigError for a wrong argument, or if nothing limits the prompts.
+    agree with the run. Raise ConfigError for a wrong argument, or if nothing limits the prompts.
     """
     base = kind.config_init()[0]
     fields = type(base).model_fields
     check_arguments(type(base), entry.args)
-    longest = longest_trajectory(recipe.__getitem__)
+    longest = find_trajectory_limit(recipe.__getitem__)
     if longest is None:
         raise config_error("max_prompt_length", "nothing limits the length of a prompt", "add max_prompt_length")
     key_of_field = {"seed": "seed", "max_tokens": "max_completion_length", "system_prompt": "system_prompt"}
@@ -204,7 +207,7 @@ def build_config(
         "chat_template": recipe["chat_template"],
         "chat_template_kwargs": recipe["chat_template_kwargs"],
     }
-    values = {**_required_values(base), "wandb_name": label, **from_recipe, **entry.args, **set_by_run}
+    values = {**_list_required_values(base), "wandb_name": label, **from_recipe, **entry.args, **set_by_run}
     return _replace_values(
         base, {name: value for name, value in values.items() if name in fields or name in entry.args}
     )
@@ -212,7 +215,7 @@ def build_config(
 
 def preview_changes(recipe: Recipe, index: int) -> list[str]:
     """Return a line for each value that a run of this recipe would change in its INDEX-th environment."""
-    entry, label = atropos_environments(recipe.__getitem__)[index], atropos_labels(recipe.__getitem__)[index]
+    entry, label = list_environments(recipe.__getitem__)[index], make_environment_labels(recipe.__getitem__)[index]
     kind, model = load_environment(entry.id), recipe["model_name_or_path"]
     config = build_config(kind, entry, recipe, model, recipe["atropos_api_url"] or "of the launch", label)
     return describe_changes(kind.config_init()[0], config, entry.args)
@@ -221,12 +224,12 @@ def preview_changes(recipe: Recipe, index: int) -> list[str]:
 def check_arguments(config: type[BaseModel], args: Collection[str]) -> None:
     """Raise ConfigError for each argument that is not a field of ``config``, or that the launch sets itself."""
     fields = {*config.model_fields, *(args if config.model_config.get("extra") == "allow" else ())}
-    if problems := [*argument_problems(config.__name__, fields, args)]:
+    if problems := [*find_argument_problems(config.__name__, fields, args)]:
         raise ConfigError(*problems)
 
 
-def _required_values(base: Any) -> dict[str, Any]:
-    """Return values of fields that every run needs, unless the recipe's arguments override them.
+def _list_required_values(base: Any) -> dict[str, Any]:
+    """Return the fields that a run changes in an environment's configuration ``base``, before arguments override them.
 
     The environment never ends by itself, does not log to W&B, and may start at least one batch.
     """
@@ -235,9 +238,10 @@ def _required_values(base: Any) -> dict[str, Any]:
 
 
 def describe_changes(base: BaseModel, config: BaseModel, args: Collection[str]) -> list[str]:
-    """Return a line for each value that the run changes although the environment's author chose it: old, new, reason.
+    """Return a line with old value, new value and reason for each field that differs between two configurations.
 
-    ``args`` names the arguments of the recipe. They and defaults of ``RecipeEnvConfig`` are left out.
+    ``base`` is the environment's own configuration, ``config`` the run's. Fields in ``args``, which the recipe sets,
+    and defaults of ``RecipeEnvConfig`` are left out.
     """
     defaults = {name: field.default for name, field in RecipeEnvConfig.model_fields.items()}
     hidden = defaults if isinstance(base, RecipeEnvConfig) else {}
@@ -250,7 +254,7 @@ def describe_changes(base: BaseModel, config: BaseModel, args: Collection[str]) 
 
 
 def _replace_values(base: BaseModel, values: Mapping[str, Any]) -> Any:
-    """Return a configuration with some values replaced; ConfigError lists the values that pydantic rejects."""
+    """Return a copy of a configuration with some values replaced; raise ConfigError if pydantic rejects values."""
 
     def list_problems(error: ValidationError) -> ConfigError:
         """Return pydantic's problems as problems of atropos_environment_args."""
@@ -273,7 +277,7 @@ class _RepetitionFilter(logging.Filter):
 
 
 def quiet_logs() -> None:
-    """Log only warnings, without repetitions: atroposlib's loop writes ten lines a second."""
+    """Set up logging to stderr: only warnings, and no message twice in a row; atroposlib logs ten lines a second."""
     handler = logging.StreamHandler()
     handler.addFilter(_RepetitionFilter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(levelname)s %(name)s: %(message)s")

@@ -94,7 +94,7 @@ _RECORDED: ContextVar[list[SamplingRequest] | None] = ContextVar("grpo_sampling_
 
 @contextlib.contextmanager
 def record_requests() -> Iterator[list[SamplingRequest]]:
-    """Yield a list that gets each sampling request of the block, also of tasks that start inside it."""
+    """Yield a list; RunServer appends each sampling request of the ``with`` block, also of tasks that start inside."""
     requests: list[SamplingRequest] = []
     token = _RECORDED.set(requests)
     try:
@@ -103,8 +103,8 @@ def record_requests() -> Iterator[list[SamplingRequest]]:
         _RECORDED.reset(token)
 
 
-def generation_params(requests: Sequence[SamplingRequest]) -> dict[str, Any]:
-    """Return the ``generation_params`` of a group: parameters that its requests share, and the oldest policy version.
+def build_generation_params(requests: Sequence[SamplingRequest]) -> dict[str, Any]:
+    """Return a group's ``generation_params``: sampling parameters that its requests share, and oldest policy version.
 
     ``policy_version`` is left out if the version of any request is unknown.
     """
@@ -160,20 +160,20 @@ class RunServer(APIServer):
             self.server_healthy = False
             with contextlib.suppress(httpx2.HTTPError, OSError):
                 url = f"{self.config.base_url.removesuffix('/').removesuffix('/v1')}/health"
-                response = await self._http.get(url, headers=self._authorization(), timeout=self.config.timeout)
+                response = await self._http.get(url, headers=self._read_authorization(), timeout=self.config.timeout)
                 self.server_healthy = response.is_success
             await asyncio.sleep(_HEALTH_SECONDS)
 
     async def _chat_completion_wrapper(self, **kwargs: Any) -> ChatCompletion:
-        """Return a chat completion, for atroposlib; without token ids, so it can't be trained on."""
-        messages, body = kwargs.pop("messages"), self._body(kwargs)
+        """Send a chat request with retries; return OpenAI's answer, without token ids, so it can't be trained on."""
+        messages, body = kwargs.pop("messages"), self._build_body(kwargs)
         create = partial(self._openai.chat.completions.with_raw_response.create, messages=messages)
         answer: ChatCompletion = (await self._request(create, body, lambda response: response.parse()))[0]
         return answer
 
     async def _completion_wrapper(self, **kwargs: Any) -> Completion:
-        """Return a text completion, for atroposlib; without token ids, so it can't be trained on."""
-        prompt, body = kwargs.pop("prompt"), self._body(kwargs)
+        """Send a text request with retries; return OpenAI's answer, without token ids, so it can't be trained on."""
+        prompt, body = kwargs.pop("prompt"), self._build_body(kwargs)
         create = partial(self._openai.completions.with_raw_response.create, prompt=prompt)
         answer: Completion = (await self._request(create, body, lambda response: response.parse()))[0]
         return answer
@@ -181,17 +181,17 @@ class RunServer(APIServer):
     async def _tokens_and_logprobs_completion_wrapper(
         self, **kwargs: Any
     ) -> tuple[list[int], list[list[int]], list[list[float]], list[str]]:
-        """Return the prompt's token ids, and for each completion its token ids, log-probs and finish reason.
+        """Sample completions; return the prompt's token ids, and lists of token ids, log-probs and finish reasons.
 
-        ``max_tokens`` is lowered to what ``longest`` allows after the prompt; PromptTooLong if that is nothing. The
-        request is added to the list of ``record_requests``.
+        ``max_tokens`` is lowered to the tokens that ``longest`` allows after the prompt. Raise PromptTooLong if it
+        allows none, and ValueError without ``max_tokens``. The request is added to the list of ``record_requests``.
         """
         text, input_ids = kwargs.pop("prompt", None), kwargs.pop("input_ids", None)
         prompt = list(input_ids) if input_ids is not None else self.tokenizer.encode(text)
         if input_ids is not None and text is not None:  # ManagedServer adds a BOS token although the template has one
             bos = self.tokenizer.bos_token_id
             prompt = prompt[1:] if bos is not None and prompt[:2] == [bos, bos] else prompt
-        body = self._body(kwargs)
+        body = self._build_body(kwargs)
         if self.config.longest is not None:
             room = self.config.longest - len(prompt)
             if room < 1:
@@ -210,10 +210,10 @@ class RunServer(APIServer):
         ids, logprobs, reasons = zip(*completions, strict=True)
         return prompt, list(ids), list(logprobs), list(reasons)
 
-    def _body(self, parameters: dict[str, Any]) -> dict[str, Any]:
-        """Return the JSON of a request: its parameters, and defaults for missing parameters.
+    def _build_body(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        """Return the JSON body of a request: its parameters, and the run's or neutral values of missing parameters.
 
-        ``max_tokens`` is limited to ``longest_completion``. The first request beyond the limit is printed.
+        ``max_tokens`` is limited to ``longest_completion``. The first request beyond the limit prints a message.
         """
         extra = parameters.pop("extra_body", None) or {}
         explicit = {
@@ -230,18 +230,19 @@ class RunServer(APIServer):
                 say(f"a request for {requested} tokens exceeds max_completion_length; all such requests get {limit}")
         return body
 
-    def _authorization(self) -> dict[str, str]:
-        """Return a header with the run's token, read from its file again each time; {} outside of a run."""
+    def _read_authorization(self) -> dict[str, str]:
+        """Read the run's token from its file; return it as an HTTP header, or {} outside of a run."""
         file = os.environ.get("GRPO_TOKEN_FILE")
         return {"Authorization": f"Bearer {Path(file).read_text().strip()}"} if file else {}
 
     async def _request(
         self, create: Callable[..., Awaitable[Any]], body: dict[str, Any], read: Callable[[Any], Any]
     ) -> tuple[Any, int | None]:
-        """Repeat a request until it succeeds; return the result of ``read(response)`` and the server's policy version.
+        """Send a request with ``create`` until it succeeds; return ``read(response)`` and the server's policy version.
 
-        Raises ServerGone if no usable answer comes within ``patience`` seconds, and openai's error if the server
-        rejects the request.
+        The version is None if the server does not send one. Print once that the server does not answer, and that it
+        answers again. Raise ServerGone if no usable answer comes within ``patience`` seconds, and openai's error if the
+        server rejects the request.
         """
         patience, model = self.config.patience, body.pop("model")
         where = f"the vLLM server at {self.config.base_url}"
@@ -266,7 +267,7 @@ class RunServer(APIServer):
         with translate_errors(RetryError, gone):
             async for attempt in attempts:
                 with attempt:
-                    response = await create(model=model, extra_body=body, extra_headers=self._authorization())
+                    response = await create(model=model, extra_body=body, extra_headers=self._read_authorization())
                     answer, version = read(response), response.headers.get(POLICY_HEADER)
                     if version is None and self._sends_version:
                         raise _Unusable("it was restarted and does not have the trainer's weights yet")
@@ -278,7 +279,10 @@ class RunServer(APIServer):
 
 
 def _may_recover(error: BaseException) -> bool:
-    """Return whether the same request may succeed later: no connection, no usable answer, or a temporary status."""
+    """Return whether a request that failed with this error may succeed later.
+
+    This holds without a connection or a usable answer, for a status >= 500, and for 401, 404, 409 and 429.
+    """
     if isinstance(error, openai.APIStatusError):
         return error.status_code >= 500 or error.status_code in _TEMPORARY_STATUSES
     return isinstance(error, openai.APIConnectionError | _Unusable)
@@ -292,7 +296,7 @@ def _describe_error(error: BaseException | None) -> str:
 
 
 def _read_completions(response: Any, count: int) -> list[tuple[list[int], list[float], str]]:
-    """Return token ids, log-probs and finish reason of each completion; _Unusable if any of them is missing."""
+    """Return token ids, log-probs and finish reason of each completion; raise _Unusable if any of them is missing."""
     malformed = (AttributeError, LookupError, TypeError, ValueError)
     with translate_errors(malformed, lambda error: _Unusable(f"its answer has no token ids with log-probs ({error})")):
         completions = [

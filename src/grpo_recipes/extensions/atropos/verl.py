@@ -17,7 +17,7 @@ _TENSORS = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
 
 def is_atropos(file: Mapping[str, Value]) -> bool:
-    """Return whether a YAML file is for verl's integration with Atropos: by its section or advantage estimator."""
+    """Return whether a YAML file has the section ``atropos`` or the advantage estimator ``grpo_atropos`` of verl."""
     algorithm = file["algorithm"].value if "algorithm" in file else None
     estimator = algorithm.get("adv_estimator") if isinstance(algorithm, dict) else None
     return SECTION in file or estimator == ESTIMATOR
@@ -28,7 +28,7 @@ CONVERTERS = (VERL,)
 
 
 def whole_groups(setting: Setting, settings: Settings) -> None:
-    """Convert the sequences of a step to prompts_per_step; reject a number that is not a multiple of ``n``."""
+    """Convert verl's train_batch_size, in sequences, to prompts_per_step; reject it if not a multiple of ``n``."""
     size = setting.number
     group = whole_number(settings.values.get(_GROUP, catalogue()["num_generations"]["default"]))
     if not group:
@@ -41,7 +41,7 @@ def whole_groups(setting: Setting, settings: Settings) -> None:
 
 
 def mini_batch(setting: Setting, settings: Settings) -> None:
-    """Accept a mini-batch only if it equals the whole batch, without setting a key."""
+    """Accept verl's mini-batch size without setting a key; reject it if it differs from the whole batch."""
     setting.accept("a step uses the whole batch")
     if setting.value != settings.values.get(_BATCH):
         written = f"{setting.name}{short(setting.value)}"
@@ -49,7 +49,7 @@ def mini_batch(setting: Setting, settings: Settings) -> None:
 
 
 def reporters(setting: Setting, _: Settings) -> None:
-    """Convert the trackers of a run to report_to, without the console, which always prints; reject unknown trackers."""
+    """Convert verl's list of loggers to report_to, without "console"; reject a logger except wandb and tensorboard."""
     names = setting.value if isinstance(setting.value, list) else [setting.value]
     unknown = [name for name in names if name not in ("console", "wandb", "tensorboard")]
     if unknown:
@@ -59,9 +59,12 @@ def reporters(setting: Setting, _: Settings) -> None:
 
 
 def trainers(setting: Setting, settings: Settings) -> None:
-    """Convert the GPUs of a node to num_processes: all GPUs except the server's; ignored on CPU."""
+    """Convert verl's n_gpus_per_node to num_processes: all GPUs except the vLLM server's.
+
+    Reject it if no GPU remains. On CPU, accept it without setting a key.
+    """
     gpus, parallel = setting.number, whole_number(settings.values.get(_TENSORS, 1)) or 1
-    count = trainers_of(gpus, parallel)
+    count = count_trainers(gpus, parallel)
     if settings.device == "cpu":
         setting.accept("the run is on CPU")
     elif count is None:
@@ -71,10 +74,10 @@ def trainers(setting: Setting, settings: Settings) -> None:
         setting.write({"num_processes": count})
 
 
-def trainers_of(gpus: int, parallel: int = 1, shared: bool = False) -> int | None:
-    """Return the number of training processes, or None if the server leaves no GPU for them.
+def count_trainers(gpus: int, parallel: int = 1, shared: bool = False) -> int | None:
+    """Return the number of GPUs for training processes: ``gpus`` minus the server's ``parallel``, or all if ``shared``.
 
-    The server uses ``parallel`` GPUs, and shares them with the trainers if ``shared``.
+    Return None if no GPU remains.
     """
     return max(0, gpus if shared else gpus - parallel) or None
 
