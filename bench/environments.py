@@ -28,7 +28,7 @@ from typing import Any
 from made_by import append_record, begin
 
 from grpo_recipes.extensions.environments.games import Game
-from grpo_recipes.extensions.environments.rows import evaluation_episodes
+from grpo_recipes.extensions.environments.rows import make_evaluation_rows
 from grpo_recipes.paths import find_code_root, module_command
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.configs import ScriptArguments
@@ -39,8 +39,8 @@ OUT = find_code_root() / "bench/results/environments.jsonl"
 TIMES = 16  # that --scripted plays each episode
 BASELINES: dict[str, Callable[[Game, random.Random], str]] = {
     "blind": lambda game, generator: _blind_move(generator),
-    "drawn": lambda game, generator: game.scripted_move(generator, plan=False),
-    "scripted": lambda game, generator: game.scripted_move(generator),
+    "drawn": lambda game, generator: game.choose_scripted_move(generator, plan=False),
+    "scripted": lambda game, generator: game.choose_scripted_move(generator),
 }
 
 
@@ -82,7 +82,7 @@ def _blind_move(generator: random.Random) -> str:
 def baseline(recipe: Path, mode: str, times: int = TIMES) -> dict[str, Any]:
     """Play the recipe's evaluation episodes ``times`` times each with a baseline, and return the row."""
     keys = read_recipe(recipe)
-    rows = evaluation_episodes(
+    rows = make_evaluation_rows(
         ScriptArguments(
             dataset_name=None, environment=keys["environment"], environment_args=keys["environment_args"],
             environment_eval_episodes=keys["environment_eval_episodes"],

@@ -209,10 +209,10 @@ def test_the_model_of_secret_mafia_reads_the_game_in_a_few_tokens(tmp_path, monk
 def test_the_model_of_secret_mafia_saw_well_formed_moves_and_is_flattened(monkeypatch):
     pytest.importorskip("textarena")
     monkeypatch.setattr(smoke, "MAFIA_GAMES", 60)
-    from grpo_recipes.extensions.environments.smoke_games import _games, pretrain
+    from grpo_recipes.extensions.environments.smoke_games import _make_games, pretrain
 
     tokenizer = smoke.build_tokenizer(mafia=True)
-    games = _games(tokenizer, 0)
+    games = _make_games(tokenizer, 0)
     moves = [tokenizer.decode([label for label in labels if label >= 0]).split(smoke.END)[:-1] for _, labels in games]
     assert all(re.fullmatch(r"\[[0-5]\]", move) for game in moves for move in game) and all(moves)
     assert all(len(ids) == len(labels) for ids, labels in games)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-from grpo_recipes.extensions.environments.rows import evaluation_episodes, training_episodes
+from grpo_recipes.extensions.environments.rows import make_evaluation_rows, make_training_rows
 from grpo_recipes.recipe.configs import ScriptArguments
 
 
 def test_training_and_evaluation_have_no_episode_in_common() -> None:
     args = ScriptArguments(environment="a.py:Game", environment_episodes=500, environment_eval_episodes=200)
-    trained, evaluated = training_episodes(args, seed=1), evaluation_episodes(args)
+    trained, evaluated = make_training_rows(args, seed=1), make_evaluation_rows(args)
     assert (len(trained), len(evaluated)) == (500, 200)
     assert len(set(trained["seed"])) == 500 and not set(trained["seed"]) & set(evaluated["seed"])
     assert all(0 <= seed < 2**31 for seed in [*trained["seed"], *evaluated["seed"]])
@@ -19,14 +19,14 @@ def test_training_and_evaluation_have_no_episode_in_common() -> None:
 
 def test_the_runs_seed_decides_what_is_trained_on() -> None:
     args = ScriptArguments(environment="a.py:Game")
-    first, repeated, other = (training_episodes(args, seed)["seed"] for seed in (1, 1, 2))
+    first, repeated, other = (make_training_rows(args, seed)["seed"] for seed in (1, 1, 2))
     assert first == repeated != other
 
 
 def test_a_mixture_has_its_shares_and_arguments() -> None:
     entries = [{"id": "a.py:Game", "weight": 3, "args": {"size": 4}}, {"id": "b.py:Game"}]
     args = ScriptArguments(environment_mixture={"environments": entries}, environment_episodes=40)
-    rows = training_episodes(args, 1)
+    rows = make_training_rows(args, 1)
     assert Counter(rows["environment"]) == {"a.py:Game": 30, "b.py:Game": 10}
     assert {row["environment"]: json.loads(row["arguments"]) for row in rows} == {
         "a.py:Game": {"size": 4}, "b.py:Game": {},

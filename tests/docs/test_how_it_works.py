@@ -25,7 +25,7 @@ def test_the_way_of_a_key_is_that_of_the_code(key: str) -> None:
 def test_the_way_of_a_key_of_an_extension_is_that_of_the_code() -> None:
     section = PAGE.split("### environment\n")[1].split("\n#")[0]
     told = re.findall(r"^\| `([\w/]+\.py)` \| .+ \|$", section, re.MULTILINE)
-    readers = {name for name, _ in packages.files_with("environments_of")}
+    readers = {name for name, _ in packages.files_with("list_episode_environments")}
     assert {*told} == readers | {"extensions/environments/arguments.py"} and len(told) <= MOST_FILES
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from grpo_recipes import smoke
 from grpo_recipes.evaluate.benchmarks import StoppedInBenchmarks, run_benchmarks
-from grpo_recipes.extensions.environments.benchmarks import held_out_episodes, next_prompts
+from grpo_recipes.extensions.environments.benchmarks import draw_benchmark_episodes, make_next_prompts
 from grpo_recipes.extensions.environments.episodes import Episodes
-from grpo_recipes.extensions.environments.rows import evaluation_episodes
+from grpo_recipes.extensions.environments.rows import make_evaluation_rows
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.rollouts.turns import Turn
 from grpo_recipes.runs.rundir import read_json
@@ -119,29 +119,31 @@ def test_the_same_seed_gives_the_same_result_and_only_changes_run_again(played: 
 
 def test_episodes_are_those_of_evaluation_and_fewer_are_drawn() -> None:
     args = ScriptArguments(environment=TWO, environment_eval_episodes=9, benchmark_samples=2)
-    seeds = [row["seed"] for row in evaluation_episodes(args)]
-    assert [[episode.seed for episode in copies] for copies in held_out_episodes(TWO, args, 0)] == [
+    seeds = [row["seed"] for row in make_evaluation_rows(args)]
+    assert [[episode.seed for episode in copies] for copies in draw_benchmark_episodes(TWO, args, 0)] == [
         [seed, seed] for seed in seeds
     ]
     args.benchmark_max_problems = 4
-    some = [copies[0].seed for copies in held_out_episodes(TWO, args, 0)]
+    some = [copies[0].seed for copies in draw_benchmark_episodes(TWO, args, 0)]
     assert (
-        len(some) == 4 and set(some) < set(seeds) and held_out_episodes(TWO, args, 0) == held_out_episodes(TWO, args, 0)
+        len(some) == 4
+        and set(some) < set(seeds)
+        and draw_benchmark_episodes(TWO, args, 0) == draw_benchmark_episodes(TWO, args, 0)
     )
-    assert some != [copies[0].seed for copies in held_out_episodes(TWO, args, 1)]
+    assert some != [copies[0].seed for copies in draw_benchmark_episodes(TWO, args, 1)]
 
 
 def test_turns_and_copies_are_sampled_with_seeds_of_their_own() -> None:
     args = ScriptArguments(environment=TWO, environment_eval_episodes=3, benchmark_samples=2)
-    played, prompts = [episode for copies in held_out_episodes(TWO, args, 0) for episode in copies], []
+    played, prompts = [episode for copies in draw_benchmark_episodes(TWO, args, 0) for episode in copies], []
     for actions in ([], ["4"]):
         for episode in played:
             episode.turns, episode.actions = [Turn([{"role": "user", "content": "1+1="}])] * (1 + len(actions)), actions
-        prompts += next_prompts(played, TWO, 0) or []
+        prompts += make_next_prompts(played, TWO, 0) or []
     assert len({prompt.seed for prompt in prompts}) == len(prompts) == 12
     for episode in played:
         episode.done = True
-    assert next_prompts(played, TWO, 0) is None
+    assert make_next_prompts(played, TWO, 0) is None
 
 
 def test_an_episode_that_fails_has_no_verdict_and_its_reason(played: Any, tmp_path: Path) -> None:

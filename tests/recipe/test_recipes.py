@@ -12,7 +12,7 @@ import yaml
 
 from grpo_recipes import cli
 from grpo_recipes.extensions.environments.episode import play_turns
-from grpo_recipes.extensions.environments.recipe import environments_of
+from grpo_recipes.extensions.environments.recipe import list_episode_environments
 from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
@@ -130,7 +130,7 @@ def test_recipes_of_environments_are_right_and_play_what_they_name(path: Path, t
         recipe, Resources(device, gpus, 8), {"CACHE_ROOT": str(tmp_path)}, Names(tmp_path, "n", "n-a", "s")
     )
     assert plan.data is not None and all(name in plan.data.text for name in recipe["benchmarks"])
-    for index in range(len(environments_of(recipe.__getitem__))):
+    for index in range(len(list_episode_environments(recipe.__getitem__))):
         *_, last = play_turns(recipe, index, 0, lambda _: "<answer>0</answer>")
         assert last.done
 

@@ -19,7 +19,7 @@ from rotation import ROTATES
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.extensions.environments import libraries
-from grpo_recipes.extensions.environments.libraries import library_problems
+from grpo_recipes.extensions.environments.libraries import find_library_problems
 from grpo_recipes.extensions.environments.load import load_environment
 
 from .played import named_last, needs, play, written
@@ -321,7 +321,7 @@ def test_the_script_of_secret_mafia_plays_valid_moves_and_wins_more_than_drawn_o
     env, won = Game("SecretMafia-v0", BRIEF | {"player": role, "mafia_ratio": 0.4 if role == "Mafia" else 0.2}), {}
     for plan in True, False:
         generator = random.Random(0)
-        ends = [play(env, seed, lambda turn: env.scripted_move(generator, plan)) for seed in range(100)]  # noqa: B023
+        ends = [play(env, seed, lambda turn: env.choose_scripted_move(generator, plan)) for seed in range(100)]  # noqa: B023
         assert all(turn.info["legal"] == 1.0 for turns in ends for turn in turns[1:])
         won[plan] = sum(float(turns[-1].info["won"]) for turns in ends)
     assert won[True] >= won[False] + (15 if role == "Detective" else 0)
@@ -379,18 +379,18 @@ def test_the_script_of_secret_mafia_plays_valid_moves_and_wins_more_than_drawn_o
 )
 def test_what_is_wrong_is_said_before_a_run(spec: str, args: dict[str, Any], told: str) -> None:
     needs(spec)
-    assert [told in str(problem) for problem in library_problems(spec, args)] == [True]
+    assert [told in str(problem) for problem in find_library_problems(spec, args)] == [True]
 
 
 @pytest.mark.parametrize("spec", [*(spec for spec in GAMES if ".py:" not in spec), "openenv:http://127.0.0.1:9"])
 def test_what_is_right_has_no_problem(spec: str) -> None:
     needs(spec)
-    assert library_problems(spec, GAMES.get(spec, {})) == []
+    assert find_library_problems(spec, GAMES.get(spec, {})) == []
 
 
 def test_a_missing_library_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(libraries.LIBRARIES, "textarena", "no_such_library")
-    (problem,) = library_problems("textarena:SecretMafia-v0", {})
+    (problem,) = find_library_problems("textarena:SecretMafia-v0", {})
     assert str(problem).endswith("install it with: EXTRAS=environments bash scripts/setup.sh")
 
 

@@ -59,7 +59,7 @@ def test_a_server_of_openenv_is_played(server: str) -> None:
 def turn_of(server: str, episode: str, actions: list[str], observation: str = "", **arguments: str) -> str:
     """Take an episode one turn further, as a child process does."""
     known = json.dumps({"observation_field": "text"} | arguments)
-    (turn,) = stage.play([actions], [f"openenv:{server}"], [known], [7], [episode], [stage.digest(observation)])
+    (turn,) = stage.play([actions], [f"openenv:{server}"], [known], [7], [episode], [stage.hash_turn(observation)])
     return turn
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.extensions.environments.stage import PLAY, digest, parse_turn, play
+from grpo_recipes.extensions.environments.stage import PLAY, hash_turn, parse_turn, play
 from grpo_recipes.process.tree import descendants, is_alive
 from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import Score
@@ -43,7 +43,7 @@ def moved(
         "arguments": [json.dumps(arguments) for _ in rows],
         "seed": list(rows),
         "episode": [f"{name}/{row}" for row in rows],
-        "last_digest": [digest(text) for text in observations],
+        "last_digest": [hash_turn(text) for text in observations],
     }
     return pool.score(PLAY, actions, columns, stopped=stopped, names=columns["episode"])
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from grpo_recipes.extensions.environments import stage
-from grpo_recipes.extensions.environments.libraries import library_problems
+from grpo_recipes.extensions.environments.libraries import find_library_problems
 from grpo_recipes.extensions.environments.load import load_environment
-from grpo_recipes.extensions.environments.verifiers_tasks import row_index
+from grpo_recipes.extensions.environments.verifiers_tasks import choose_row_index
 from grpo_recipes.rollouts.turns import Turn
 
 from .played import needs, play, said
@@ -26,7 +26,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 
 def seed_of(row: int, rows: int) -> int:
     """Return a training seed that selects this row."""
-    return next(seed for seed in range(0, 10_000, 2) if row_index(seed, rows, False) == row)
+    return next(seed for seed in range(0, 10_000, 2) if choose_row_index(seed, rows, False) == row)
 
 
 def asked(first: int, **arguments: int) -> set[int]:
@@ -94,12 +94,12 @@ def test_scores_are_those_of_the_librarys_own_evaluation(name: str, row: int, ac
     needs("verifiers:x")
     import verifiers
 
-    from grpo_recipes.extensions.environments.verifiers_tasks import _completion
+    from grpo_recipes.extensions.environments.verifiers_tasks import _parse_completion
 
     library = verifiers.load_environment(name)
     rows = library.get_dataset()
     turns = play(load_environment(f"verifiers:{name}", {}), seed_of(row, len(rows)), said(actions))
-    client = Scripted([_completion(text, name == "sums-tool") for text in actions])
+    client = Scripted([_parse_completion(text, name == "sums-tool") for text in actions])
     output = asyncio.run(library.run_rollout(dict(rows[row]), client, "any", {}))  # type: ignore[arg-type]
     assert turns[-1].done and turns[-1].messages == []
     assert turns[-1].reward == output["reward"]
@@ -116,7 +116,7 @@ def test_verifiers_own_game_of_several_turns_is_scored_as_its_own_evaluation_doe
     import verifiers
     from word_game import WORDS, write_words
 
-    from grpo_recipes.extensions.environments.verifiers_tasks import _completion
+    from grpo_recipes.extensions.environments.verifiers_tasks import _parse_completion
 
     monkeypatch.setattr(nltk, "download", lambda *_, **__: False)  # the library requests it even if the data exists
     write_words(tmp_path / "nltk")
@@ -129,7 +129,7 @@ def test_verifiers_own_game_of_several_turns_is_scored_as_its_own_evaluation_doe
         [*wrong_guesses, "no guess", "unused"],
     ):
         turns = play(load_environment("verifiers:word-game", args), seed_of(3, 8), said(actions))
-        client = Scripted([_completion(text, False) for text in actions])
+        client = Scripted([_parse_completion(text, False) for text in actions])
         output = asyncio.run(library.run_rollout(dict(row), client, "any", {}))  # type: ignore[arg-type]
         assert (turns[-1].reward, len(turns)) == (output["reward"], output["metrics"]["num_turns"] + 1)
         assert {key: turns[-1].info[key] for key in output["metrics"]} == output["metrics"]
@@ -141,19 +141,19 @@ def test_a_class_of_verifiers_is_played_unmodified_and_scored_as_its_own_evaluat
     needs("verifiers:x")
     import verifiers
 
-    from grpo_recipes.extensions.environments.verifiers_tasks import _completion
+    from grpo_recipes.extensions.environments.verifiers_tasks import _parse_completion
 
     args = {"gym": "basic_arithmetic", "num_train_examples": 0, "num_eval_examples": 4, "seed": 5}
     library = verifiers.ReasoningGymEnv(**args)
     env = load_environment("verifiers:ReasoningGymEnv", args | {"num_train_examples": 4, "num_eval_examples": 0})
     answers = [str(library.rg_dataset[number]["answer"]) for number in range(4)]
     texts = [f"<answer>{answers[0]}</answer>", "<answer>no</answer>", answers[2], f"<answer>{answers[3]}</answer>"]
-    client = Scripted([_completion(text, False) for text in texts])
+    client = Scripted([_parse_completion(text, False) for text in texts])
     evaluation = asyncio.run(library.evaluate(client, "any", max_concurrent=1))  # type: ignore[arg-type]
     last_turns = [play(env, seed_of(row, 4), said([text]))[-1] for row, text in enumerate(texts)]
     assert [turn.reward for turn in last_turns] == [output["reward"] for output in evaluation["outputs"]]
     assert [turn.reward for turn in last_turns][::3] == [1.0, 1.0]
-    assert library_problems("verifiers:ReasoningGymEnv", args) == []
+    assert find_library_problems("verifiers:ReasoningGymEnv", args) == []
 
 
 def test_an_environment_of_verifiers_is_made_once_for_all_episodes_of_a_process(
@@ -190,7 +190,7 @@ def test_loading_one_leaves_the_signals_as_they_were() -> None:
 
 def turn_of(name: str, episode: str, actions: list[str]) -> Turn:
     """Take an episode one turn further, as a child process does."""
-    digest = stage.digest("")
+    digest = stage.hash_turn("")
     return stage.parse_turn(
         stage.play([actions], [f"verifiers:{name}"], ["{}"], [seed_of(1, 4)], [episode], [digest])[0]
     )

@@ -11,7 +11,7 @@ import torch
 
 from grpo_recipes import smoke
 from grpo_recipes.extensions.environments.episodes import Episodes
-from grpo_recipes.extensions.environments.rows import training_episodes
+from grpo_recipes.extensions.environments.rows import make_training_rows
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.rewards.load import EpisodeReward
 from grpo_recipes.trainers.grpo import GRPOTrainer
@@ -38,7 +38,7 @@ def make_trainer(folder: Path, model: str, kind: str = "Sums", ends: bool = True
         model=model,
         reward_funcs=[EpisodeReward()],
         args=args,
-        train_dataset=training_episodes(script_args, args.seed),
+        train_dataset=make_training_rows(script_args, args.seed),
         processing_class=tokenizer,
         run_dir=folder,
         source=episodes,

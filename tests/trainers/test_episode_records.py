@@ -12,7 +12,7 @@ import pytest
 
 from grpo_recipes.extensions.environments import episodes as module
 from grpo_recipes.extensions.environments.episode import Episode
-from grpo_recipes.extensions.environments.episodes import Episodes, environment_labels
+from grpo_recipes.extensions.environments.episodes import Episodes, choose_environment_labels
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.rewards.score import Score
 from grpo_recipes.rollouts.turns import Turn
@@ -43,13 +43,13 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
             called_rows[:] = called
             return [Score(None, "time limit", by_limit=True) if row in late else Score(TURN) for row in called]
 
-        monkeypatch.setattr(module, "environment_pool", pool)
+        monkeypatch.setattr(module, "make_environment_pool", pool)
         script_args = ScriptArguments(environment=f"{game}:Game", **keys)
         episodes = Episodes(script_args, GRPOConfig(output_dir=str(tmp_path / "out"), **ON_CPU), tmp_path)
         episodes._specs = {}
         episodes.start_generation([], name)
         rows_of = [Episode(row, f"{game}:Game", "{}", 7) for row in range(rows)]
-        return episodes._scores(rows_of, None, lambda: False)
+        return episodes._request_answers(rows_of, None, lambda: False)
 
     run.asked = called_rows  # type: ignore[attr-defined]
     return run
@@ -96,7 +96,7 @@ def test_an_episode_that_begins_at_its_end_counts() -> None:
     )
     for name in ("reward", "_is_zeroed"):
         setattr(source, name, partial(getattr(Episodes, name), source))
-    assert Episodes._metrics(source, over()) == {
+    assert Episodes._compute_metrics(source, over()) == {
         "won": 0.0, "turns": 0.0, "unfinished": 0.0, "unscored": 0.0, "reward_villager": 0.5,
         "reward_mafia": 0.5, "won_mafia": 0.0,
     }  # fmt: skip
@@ -111,9 +111,9 @@ def test_an_episode_that_begins_at_its_end_is_shown() -> None:
 def test_several_environments_have_short_names_that_differ() -> None:
     easy, hard = ("a/games.py:Game", {"n": 1}, 0.5), ("a/games.py:Game", {"n": 2}, 0.25)
     gym = ("reasoning_gym:maze", {}, 0.25)
-    assert environment_labels([easy]) == {}
-    assert environment_labels([easy, gym]) == {
+    assert choose_environment_labels([easy]) == {}
+    assert choose_environment_labels([easy, gym]) == {
         ("a/games.py:Game", '{"n": 1}'): "Game",
         ("reasoning_gym:maze", "{}"): "maze",
     }
-    assert list(environment_labels([easy, gym, hard]).values()) == ["Game_1", "maze", "Game_3"]
+    assert list(choose_environment_labels([easy, gym, hard]).values()) == ["Game_1", "maze", "Game_3"]

@@ -16,8 +16,8 @@ import torch
 
 from grpo_recipes import smoke
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.extensions.environments.episode import environment_pool
-from grpo_recipes.extensions.environments.episodes import turn_advantages
+from grpo_recipes.extensions.environments.episode import make_environment_pool
+from grpo_recipes.extensions.environments.episodes import compute_turn_advantages
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.rollouts.renderer import Renderer
 from grpo_recipes.rollouts.turns import Turn
@@ -178,7 +178,9 @@ def test_samples_show_the_advantages_of_turns_that_are_trained(tmp_path: Path, m
 
 
 def test_turns_are_compared_among_the_episodes_that_have_them() -> None:
-    advantages = turn_advantages([(0, 1.0, [0.0, 1.0]), (1, 0.0, [0.0]), (2, None, [5.0]), (3, 3.0, [1.0, 2.0])], 4)
+    advantages = compute_turn_advantages(
+        [(0, 1.0, [0.0, 1.0]), (1, 0.0, [0.0]), (2, None, [5.0]), (3, 3.0, [1.0, 2.0])], 4
+    )
     assert set(advantages) == {(0, 0), (0, 1), (1, 0), (3, 0), (3, 1)}
     assert advantages[0, 1] == pytest.approx(-advantages[3, 1]) and advantages[0, 1] == pytest.approx(
         -math.sqrt(0.5), abs=1e-3
@@ -239,7 +241,9 @@ def test_a_turn_is_sampled_no_longer_than_the_recipe_says(
 
 
 def test_a_recipe_says_how_many_processes_its_environments_have() -> None:
-    pools = [environment_pool(partial(getattr, ScriptArguments(environment_workers=most)), None) for most in (3, 5)]
+    pools = [
+        make_environment_pool(partial(getattr, ScriptArguments(environment_workers=most)), None) for most in (3, 5)
+    ]
     assert [pool.workers for pool in pools] == [3, 5]
 
 

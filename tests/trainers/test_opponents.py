@@ -117,7 +117,7 @@ def test_an_episode_that_ends_before_the_policys_first_turn_has_a_reward_and_not
         for episode in episodes:
             episode.turns, episode.done = [over], True
 
-    trainer.source._advance = ends
+    trainer.source._step_environments = ends
     output = generation(trainer)
     assert output["tool_mask"].sum() == 0
     assert all(trainer.source.reward(episode) == 0.25 for episode in trainer.source.played)

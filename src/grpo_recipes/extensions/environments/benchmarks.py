@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_recipes.evaluate.benchmarks import CHUNK, StoppedInBenchmarks
 from grpo_recipes.extensions.environments.episode import Episode
-from grpo_recipes.extensions.environments.rows import evaluation_episodes
+from grpo_recipes.extensions.environments.rows import make_evaluation_rows
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.rollouts.backends import Prompt, Sampling, Tokens, problem_seed
 from grpo_recipes.secrets import mask_secrets
@@ -19,12 +19,12 @@ from grpo_recipes.secrets import mask_secrets
 _ROUNDING = 1e-6  # tolerance for rewards that are sums
 
 
-def held_out_episodes(name: str, args: ScriptArguments, seed: int) -> list[list[Episode]]:
-    """Return ``benchmark_samples`` new episodes per seed, for at most ``benchmark_max_problems`` seeds.
+def draw_benchmark_episodes(name: str, args: ScriptArguments, seed: int) -> list[list[Episode]]:
+    """Create ``benchmark_samples`` unplayed episodes per evaluation seed of the environment ``name``; a list per seed.
 
-    The seeds are the run's evaluation seeds. If the limit is lower, ``seed`` decides which of them are drawn.
+    If there are more seeds than ``benchmark_max_problems``, a random sample of them is drawn with ``seed``.
     """
-    rows = [row for row in evaluation_episodes(args) if row["environment"] == name]
+    rows = [row for row in make_evaluation_rows(args) if row["environment"] == name]
     count, samples = min(len(rows), args.benchmark_max_problems or len(rows)), args.benchmark_samples
     drawn_rows = [rows[index] for index in sorted(random.Random(seed).sample(range(len(rows)), count))]
     return [
@@ -33,11 +33,11 @@ def held_out_episodes(name: str, args: ScriptArguments, seed: int) -> list[list[
     ]
 
 
-def next_prompts(episodes: Sequence[Episode], name: str, seed: int) -> list[Prompt] | None:
-    """Return the prompt of the next turn of each episode that can continue, or None if all episodes have ended.
+def make_next_prompts(episodes: Sequence[Episode], name: str, seed: int) -> list[Prompt] | None:
+    """Return a prompt for the next turn of each active episode, or None if all episodes have ended.
 
-    An active episode has no prompt if its next model has no tokens left for a turn. ``seed`` and ``name`` give each
-    prompt its sampling seed.
+    The list leaves out active episodes with a next model that has no tokens left for a turn. The sampling seed of a
+    prompt derives from ``seed``, ``name``, turn and row.
     """
     active = [episode for episode in episodes if episode.active]
     if not active:
@@ -45,11 +45,11 @@ def next_prompts(episodes: Sequence[Episode], name: str, seed: int) -> list[Prom
     return [
         Prompt(episode.context(), problem_seed(seed, f"{name}/turn{len(episode.actions)}", episode.row))
         for episode in active
-        if episode.mover
+        if episode.next_model
     ]
 
 
-def result_rows(
+def make_result_rows(
     problems: Sequence[Sequence[Episode]], reward_of: Callable[[Episode], float | None], solved: float
 ) -> Iterator[dict[str, Any]]:
     """Yield one row per seed for the benchmark's file, with lists of its episodes' rewards, lengths and texts.
@@ -67,25 +67,25 @@ def result_rows(
             "failed": [episode.failed for episode in episodes],
             "lengths": [sum(turn is not None for turn in episode.turn_ids) for episode in episodes],
             "truncated": [bool(episode.unfinished) for episode in episodes],
-            "completions": [_completion_text(episode) for episode in episodes],
+            "completions": [_format_completion(episode) for episode in episodes],
         }
 
 
-def _completion_text(episode: Episode) -> str:
-    """Return the messages after the first observation, one per line, with secrets masked."""
+def _format_completion(episode: Episode) -> str:
+    """Return an episode's messages after the first observation as text, one per line, with secrets masked."""
     messages = episode.transcript()[len(episode.opening) :]
     return mask_secrets("\n".join(f"[{message['role']}] {message['content']}" for message in messages))
 
 
 def play_benchmark(source: Any, runner: Any, name: str, rows: list[dict[str, Any]]) -> None:
-    """Play an environment's held-out episodes in chunks, and add their rows to ``rows``; every rank calls this.
+    """Play an environment's evaluation episodes in chunks; save their rows and add them to ``rows``.
 
-    Rank 0 runs the environments. If only rank 0 can sample (``only_main_rank_samples``), it also samples every turn.
-    StoppedInBenchmarks if the run is asked to stop.
+    Every rank calls this. Rank 0 runs the environments. If only rank 0 can sample (``only_main_rank_samples``), it also
+    samples every turn. Raise StoppedInBenchmarks if the run is asked to stop.
     """
     trainer, rollouts = runner.trainer, runner.trainer.rollouts
     sampling = Sampling(1, runner.args.benchmark_temperature, source.turn_tokens)
-    problems = held_out_episodes(name, runner.args, trainer.args.seed)
+    problems = draw_benchmark_episodes(name, runner.args, trainer.args.seed)
     problems_per_chunk = max(1, CHUNK // runner.args.benchmark_samples)
 
     def play_turn(episodes: list[Episode], prompts: list[Prompt], samples: list[list[Tokens]] | None) -> None:
@@ -97,14 +97,14 @@ def play_benchmark(source: Any, runner: Any, name: str, rows: list[dict[str, Any
 
     def save_rows(chunk: list[list[Episode]]) -> None:
         """Add the rows of finished episodes to the benchmark."""
-        runner.add_rows(name, list(result_rows(chunk, source.reward, runner.args.benchmark_solved)), rows)
+        runner.add_rows(name, list(make_result_rows(chunk, source.reward, runner.args.benchmark_solved)), rows)
 
     for start in range(0, len(problems), problems_per_chunk):
         chunk = problems[start : start + problems_per_chunk]
         episodes = [episode for problem in chunk for episode in problem]
         runner.on_main(partial(source.start_episodes, episodes, f"{name}/{start}", trainer))
         while not runner.on_main(runner.stop_requested):
-            prompts = runner.on_main(partial(next_prompts, episodes, name, trainer.args.seed))
+            prompts = runner.on_main(partial(make_next_prompts, episodes, name, trainer.args.seed))
             if prompts is None:
                 break
             samples = None if rollouts.only_main_rank_samples or not prompts else rollouts.sample(prompts, sampling)

@@ -12,7 +12,7 @@ from typing import Any
 from grpo_recipes.data.prompts import make_renderer, shorten
 from grpo_recipes.extensions.environments.episode import play_turns
 from grpo_recipes.extensions.environments.games import Game
-from grpo_recipes.extensions.environments.recipe import environments_of
+from grpo_recipes.extensions.environments.recipe import list_episode_environments
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.rollouts.renderer import Renderer
 from grpo_recipes.rollouts.turns import Turn
@@ -23,9 +23,9 @@ _MOVE = re.compile(r"\[(?!GAME\]|Player )[^\[\]\n]{1,60}\]")  # a move in bracke
 
 
 def play_episodes(check: DeepCheck) -> list[str]:
-    """Play an episode of each environment in a child process, and return its transcript as lines.
+    """Play an episode of each environment in a child process; return lines with a summary and the transcript of each.
 
-    ConfigError if an episode fails, or the chat template can't render its messages.
+    Raise ConfigError if an episode fails, or the chat template can't render its messages.
     """
     recipe, tokenizer = check.recipe, check.tokenizer()
     make_renderer(recipe["chat_template"], tokenizer, recipe["chat_template_kwargs"])
@@ -33,7 +33,7 @@ def play_episodes(check: DeepCheck) -> list[str]:
     multi_turn = recipe["environment_max_turns"] > 1
     end = [renderer.end()] if multi_turn else []
     lines: list[str] = []
-    for index, (spec, _, _) in enumerate(environments_of(recipe.__getitem__)):
+    for index, (spec, _, _) in enumerate(list_episode_environments(recipe.__getitem__)):
         turns, actions = _play_episode(recipe, index)
         tokens = len(renderer.prompt(turns[0]))
         for turn in turns[1:-1]:  # the policy does not read the last turn
@@ -52,9 +52,9 @@ def play_episodes(check: DeepCheck) -> list[str]:
 
 
 def _play_episode(recipe: Recipe, index: int) -> tuple[list[Turn], list[str]]:
-    """Play an episode of the recipe's ``index``-th environment without a model; return its turns and the actions."""
-    spec, arguments, _ = environments_of(recipe.__getitem__)[index]
-    choose_action = _simple_policy(spec, arguments)
+    """Play an episode of the recipe's environment ``index`` without a model; return its turns, and the actions."""
+    spec, arguments, _ = list_episode_environments(recipe.__getitem__)[index]
+    choose_action = _make_simple_policy(spec, arguments)
     actions: list[str] = []
 
     def act(turn: Turn) -> str:
@@ -65,10 +65,11 @@ def _play_episode(recipe: Recipe, index: int) -> tuple[list[Turn], list[str]]:
     return list(play_turns(recipe, index, _SEED, act)), actions
 
 
-def _simple_policy(spec: str, arguments: Mapping[str, Any]) -> Callable[[Turn], str]:
-    """Return a function that replaces the model: it chooses the action for a turn.
+def _make_simple_policy(spec: str, arguments: Mapping[str, Any]) -> Callable[[Turn], str]:
+    """Return a function that chooses the action for a turn instead of a model.
 
-    It plays scripted moves in SecretMafia and the first listed move in other games. Elsewhere it writes a fixed answer.
+    In SecretMafia it plays scripted moves, in other games of textarena the first move in brackets. In all other
+    environments it returns a fixed answer.
     """
     kind, _, name = spec.partition(":")
     if kind != "textarena":
@@ -84,7 +85,7 @@ def _simple_policy(spec: str, arguments: Mapping[str, Any]) -> Callable[[Turn], 
 
     def scripted_action(_: Turn) -> str:
         """Return the next scripted move, and play it in the copy."""
-        move = game.scripted_move(generator)
+        move = game.choose_scripted_move(generator)
         skip_opponents(game.step(move))
         return move
 

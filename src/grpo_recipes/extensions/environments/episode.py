@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import ConfigError, config_error
-from grpo_recipes.extensions.environments.recipe import environments_of
-from grpo_recipes.extensions.environments.rules import environment_line
-from grpo_recipes.extensions.environments.stage import PLAY, digest, parse_turn
+from grpo_recipes.extensions.environments.recipe import list_episode_environments
+from grpo_recipes.extensions.environments.rules import locate_environment
+from grpo_recipes.extensions.environments.stage import PLAY, hash_turn, parse_turn
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.rewards.child import TIME_LIMIT
 from grpo_recipes.rewards.pool import RewardPool
@@ -30,7 +30,7 @@ class Opponent:
 
     ids: Tokens  # all tokens that it has read and written
     max_tokens: int  # limit of ``ids``
-    out_of_room: bool = False  # it has no room for another turn
+    out_of_room: bool = False  # its token limit allows no further turn
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Episode:
 
     @property
     def active(self) -> bool:
-        """Whether the policy or an opponent is to move: the episode is not done, unfinished or failed."""
+        """Whether the episode continues: it is not done, unfinished or failed."""
         return not (self.done or self.unfinished or self.failed)
 
     @property
@@ -70,9 +70,9 @@ class Episode:
 
     @property
     def policy_turns(self) -> list[Turn]:
-        """The policy's first turn and the answer to each of its actions.
+        """The first turn and the environment's answers to the policy's actions, without opponents' turns.
 
-        Rewards and info of the opponents' turns in between are merged into the next of them.
+        Rewards and info of opponents' turns are merged into the next turn of the policy.
         """
         policy_turns: list[Turn] = []
         reward, info = 0.0, dict[str, float | str]()
@@ -85,21 +85,20 @@ class Episode:
         return policy_turns
 
     @property
-    def mover(self) -> str:
+    def next_model(self) -> str:
         """The model of the next turn, "policy" or an opponent's model; "" if its token limit allows no turn."""
         last = self.turns[-1]
         return "" if last.opponent and self.opponents[last.seat].out_of_room else last.opponent or POLICY
 
     def context(self) -> Tokens:
-        """Return all tokens that the model to move has read and written."""
+        """Return all tokens that the model of the next turn has read and written so far: the policy or an opponent."""
         last = self.turns[-1]
         return self.opponents[last.seat].ids if last.opponent else self.prompt_ids + self.ids
 
     def add_action(self, ids: Tokens, logprobs: Sequence[float | None] | None, action: str) -> None:
-        """Append a sampled turn: its tokens to the model whose turn it is, and its text ``action`` to the actions.
+        """Append a sampled turn: ``ids`` to the tokens of the model that wrote it, the text ``action`` to the actions.
 
-        ``logprobs`` has one value per token, or is None if they are unknown: then 0 is stored. Only the policy's
-        log-probs are stored, not an opponent's.
+        ``logprobs`` has one value per token. If it is None, 0 is stored. An opponent's log-probs are not stored.
         """
         last = self.turns[-1]
         if last.opponent:
@@ -111,9 +110,10 @@ class Episode:
         self.actions.append(action)
 
     def add_answer(self, score: Score) -> None:
-        """Append the environment's answer to the last action, as its child process sent it.
+        """Parse the environment's answer to the last action and append it to the turns; set ``done`` if it is the last.
 
-        If the call failed, or the answer is not a turn, store the reason in ``failed`` and append nothing.
+        ``score`` has the JSON from the environment's child process. If the call failed, or the JSON is not a turn,
+        store the reason in ``failed`` and append nothing.
         """
         if score.reason is not None:
             self.failed = score.reason
@@ -124,7 +124,7 @@ class Episode:
             self.failed = f"its process sent no turn ({error})"
             return
         self.turns.append(turn)
-        self.last_digest, self.done = digest(score.value), turn.done
+        self.last_digest, self.done = hash_turn(score.value), turn.done
 
     def transcript(self) -> list[Message]:
         """Return the episode as chat messages, as the policy sees it: observations and its actions."""
@@ -150,8 +150,8 @@ class Episode:
         return record | {name: reason for name, reason in reasons.items() if reason}
 
 
-def environment_pool(recipe: Callable[[str], Any], copies: Path | None, workers: int | None = None) -> RewardPool:
-    """Return a pool, not started yet, of child processes that run a recipe's environments with its limits.
+def make_environment_pool(recipe: Callable[[str], Any], copies: Path | None, workers: int | None = None) -> RewardPool:
+    """Create a pool of child processes that run a recipe's environments with its limits; do not start it.
 
     ``recipe`` looks up a key, ``copies`` is the folder with the run's copies of the user's code, and ``workers`` is the
     number of processes, by default environment_workers.
@@ -169,17 +169,17 @@ def environment_pool(recipe: Callable[[str], Any], copies: Path | None, workers:
 
 
 def play_turns(recipe: Recipe, index: int, seed: int, act: Callable[[Turn], str]) -> Iterator[Turn]:
-    """Play an episode in a child process with ``act`` as the policy, and yield each turn of the environment.
+    """Play an episode in a child process with ``act`` as the policy; yield the first turn, then each answer to it.
 
-    ``index`` selects the recipe's environment. The episode ends after at most ``environment_max_turns`` actions.
-    Raises a ConfigError if the environment fails.
+    ``index`` selects the recipe's environment. The episode ends after at most ``environment_max_turns`` actions. Raise
+    ConfigError if the environment fails.
     """
-    spec, arguments, _ = environments_of(recipe.__getitem__)[index]
+    spec, arguments, _ = list_episode_environments(recipe.__getitem__)[index]
     episode = Episode(0, spec, json.dumps(arguments, sort_keys=True), seed)
     columns: dict[str, Sequence[Any]] = {
         "environment": [spec], "arguments": [episode.arguments], "seed": [seed], "episode": ["played/0"],
     }  # fmt: skip
-    with environment_pool(recipe.__getitem__, None, workers=1) as pool:
+    with make_environment_pool(recipe.__getitem__, None, workers=1) as pool:
         while not episode.done and len(episode.policy_actions) < recipe["environment_max_turns"]:
             episode.actions += [act(episode.policy_turns[-1])] if episode.turns else []
             while True:
@@ -187,17 +187,17 @@ def play_turns(recipe: Recipe, index: int, seed: int, act: Callable[[Turn], str]
                 (score,) = pool.score(PLAY, [episode.actions], turn_columns, names=["played/0"])
                 episode.add_answer(score)
                 if episode.failed:
-                    raise _failure(recipe, index, episode)
+                    raise _make_failure_error(recipe, index, episode)
                 if not episode.turns[-1].opponent:
                     break
                 episode.actions.append("")  # no model plays here: the game draws the opponent's move
             yield episode.policy_turns[-1]
 
 
-def _failure(recipe: Recipe, index: int, episode: Episode) -> ConfigError:
-    """Return the error of an episode that failed, with the call that failed and the key that may help."""
+def _make_failure_error(recipe: Recipe, index: int, episode: Episode) -> ConfigError:
+    """Return a ConfigError for a failed episode: the turn that failed, the reason, and the recipe key that may help."""
     reason = str(episode.failed)
     limit = f" of {recipe['environment_timeout']:g} s" if reason == TIME_LIMIT else ""
     call = f"turn {len(episode.policy_turns)}" if episode.turns else "reset"
     fix = f"correct it, or {_LIMITS.get(reason, 'its environment_args')}"
-    return config_error(environment_line(recipe, index), f"'{episode.spec}' failed in {call}: {reason}{limit}", fix)
+    return config_error(locate_environment(recipe, index), f"'{episode.spec}' failed in {call}: {reason}{limit}", fix)

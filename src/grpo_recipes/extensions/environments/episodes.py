@@ -22,10 +22,10 @@ from accelerate.utils import gather_object
 
 from grpo_recipes.data.prompts import Prompts
 from grpo_recipes.extensions.environments.benchmarks import play_benchmark
-from grpo_recipes.extensions.environments.episode import Episode, Opponent, Tokens, environment_pool
+from grpo_recipes.extensions.environments.episode import Episode, Opponent, Tokens, make_environment_pool
 from grpo_recipes.extensions.environments.libraries import LIBRARIES
-from grpo_recipes.extensions.environments.recipe import environments_of, turn_tokens
-from grpo_recipes.extensions.environments.rows import episode_prompts, evaluation_episodes, training_episodes
+from grpo_recipes.extensions.environments.recipe import compute_turn_tokens, list_episode_environments
+from grpo_recipes.extensions.environments.rows import make_evaluation_rows, make_prompts, make_training_rows
 from grpo_recipes.extensions.environments.rules import SOURCE
 from grpo_recipes.extensions.environments.stage import PLAY
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
@@ -55,22 +55,22 @@ class Episodes(Source):
         files = [spec for spec in self._user_specs if split_spec(spec)[0].endswith(".py")]
         self._specs = {spec: f"{copy_path(spec, copies)}:{split_spec(spec)[1]}" for spec in files}
         self._limit_records = LimitRecords(copies / f"episodes_{os.environ.get('RANK', '0')}.jsonl")
-        self._labels = environment_labels(environments_of(partial(getattr, script_args)))
-        self._pool = environment_pool(partial(getattr, script_args), copies)
+        self._labels = choose_environment_labels(list_episode_environments(partial(getattr, script_args)))
+        self._pool = make_environment_pool(partial(getattr, script_args), copies)
         self._pool.start()
-        self.turn_tokens = turn_tokens(
+        self.turn_tokens = compute_turn_tokens(
             script_args.environment_turn_length, args.max_completion_length, script_args.environment_max_turns
         )
 
     @classmethod
     def training_prompts(cls, args: ScriptArguments, seed: int, least: int) -> Prompts:
-        """Return one row per training episode; ConfigError if there are fewer than ``least``, the rows of a step."""
-        return episode_prompts(training_episodes(args, seed), args, least)
+        """Return one row per training episode; raise ConfigError if there are fewer than a step needs (``least``)."""
+        return make_prompts(make_training_rows(args, seed), args, least)
 
     @classmethod
     def evaluation_prompts(cls, args: ScriptArguments) -> Prompts:
         """Return one row per evaluation episode."""
-        return episode_prompts(evaluation_episodes(args), args, 1, "evaluating on ")
+        return make_prompts(make_evaluation_rows(args), args, 1, "evaluating on ")
 
     def run_benchmark(self, runner: Any, name: str, rows: list[dict[str, Any]]) -> None:
         """Play the held-out episodes of the environment ``name``, and add a row per seed to ``rows``.
@@ -80,7 +80,10 @@ class Episodes(Source):
         play_benchmark(self, runner, name, rows)
 
     def benchmark_settings(self) -> dict[str, Any]:
-        """Return the recipe's keys that change the result of a benchmark, so that only equal results are reused."""
+        """Return the recipe keys and values that change the result of a benchmark: environment* and benchmark_solved.
+
+        A stored result is reused only if they are equal.
+        """
         return {
             key: value
             for key, value in vars(self._script).items()
@@ -96,64 +99,69 @@ class Episodes(Source):
         self._rows, self._name = rows, name
 
     def __call__(self, prompts: list[Any], trainer: SamplingTrainer) -> dict[str, Any]:
-        """Play the batch of ``start_generation`` on every rank.
+        """Play the batch of ``start_generation`` to its end; return the columns of TRL's ``rollout_func`` and rewards.
 
-        Return the columns of TRL's ``rollout_func`` and the rewards. ``prompts`` is not used: each environment provides
-        its prompt.
+        Every rank must call this. ``prompts`` is not used, because each environment provides its prompt: the rows'
+        prompts are replaced in place.
         """
         first = trainer.accelerator.process_index * len(self._rows)
         self.played = episodes = [
             Episode(first + index, row["environment"], row["arguments"], row["seed"])
             for index, row in enumerate(self._rows)
         ]
-        renderer = renderer_for(trainer)
-        self._advance(episodes, trainer)
+        renderer = make_trainer_renderer(trainer)
+        self._step_environments(episodes, trainer)
         for episode in episodes:
             self._append_messages(episode, renderer)
         move = 0
-        while any(movers := gather_object([Counter(episode.mover for episode in episodes if episode.active)])):
+        while any(
+            models_of_ranks := gather_object([Counter(episode.next_model for episode in episodes if episode.active)])
+        ):
             active = [episode for episode in episodes if episode.active]
-            for mover in sorted({name for counter in movers for name in counter}):
-                moving = [episode for episode in active if episode.mover == mover]
-                most_rows = max(counter[mover] for counter in movers)
-                self._move(mover, moving, most_rows, f"{self._name}/turn{move}", trainer)
-            self._advance(active, trainer)
+            for model in sorted({name for counter in models_of_ranks for name in counter}):
+                moving = [episode for episode in active if episode.next_model == model]
+                most_rows = max(counter[model] for counter in models_of_ranks)
+                self._sample_turns(model, moving, most_rows, f"{self._name}/turn{move}", trainer)
+            self._step_environments(active, trainer)
             for episode in active:
                 self._append_messages(episode, renderer)
             move += 1
         for episode, row in zip(episodes, self._rows, strict=True):
             row["prompt"][:] = episode.opening or row["prompt"]  # the prompt in tables of completions
             episode.prompt_ids = episode.prompt_ids or renderer.prompt(Turn(DUMMY[:1]))
-        return self._output(trainer)
+        return self._make_output(trainer)
 
     def start_episodes(self, episodes: Sequence[Episode], name: str, trainer: SamplingTrainer) -> None:
-        """Start episodes of a benchmark in this process only, not on the other ranks."""
+        """Reset the environments of benchmark episodes and append their first messages, in this process only."""
         self._name = name
-        self._advance_here(episodes, trainer)
+        self._step_environments_locally(episodes, trainer)
 
     def continue_episodes(self, active: Sequence[Episode], samples: Sequence[Tokens], trainer: SamplingTrainer) -> None:
-        """Play one turn of benchmark episodes, in this process only.
+        """Add a sampled turn to each benchmark episode and let the environments answer, in this process only.
 
-        ``samples`` has the sampled tokens of each active episode with a ``mover``; the others get an empty turn.
+        ``samples`` has the sampled tokens of each episode with a ``next_model``. The other episodes get an empty turn.
         """
-        remaining_samples, renderer = iter(samples), renderer_for(trainer)
+        remaining_samples, renderer = iter(samples), make_trainer_renderer(trainer)
         for episode in active:
-            ids = list(next(remaining_samples)) if episode.mover else []
+            ids = list(next(remaining_samples)) if episode.next_model else []
             episode.add_action(ids, None, renderer.text(ids))
-        self._advance_here(active, trainer)
+        self._step_environments_locally(active, trainer)
 
-    def _advance_here(self, episodes: Sequence[Episode], trainer: SamplingTrainer) -> None:
-        """Let the environments answer the last actions, without other ranks, limits on failures or stop requests."""
-        renderer = renderer_for(trainer)
-        for episode, score in zip(episodes, self._scores(episodes, None, lambda: False), strict=True):
+    def _step_environments_locally(self, episodes: Sequence[Episode], trainer: SamplingTrainer) -> None:
+        """Send the last actions to the environments and append their answers to the episodes, in this process only.
+
+        Unlike ``_step_environments``, this ignores the limit on failures and stop requests.
+        """
+        renderer = make_trainer_renderer(trainer)
+        for episode, score in zip(episodes, self._request_answers(episodes, None, lambda: False), strict=True):
             episode.add_answer(score)
             self._append_messages(episode, renderer)
 
     def _append_messages(self, episode: Episode, renderer: Renderer) -> None:
-        """Append the environment's messages to the tokens of the next model.
+        """Tokenize the environment's last messages and append them to the tokens of the next model.
 
-        The policy's episode ends as unfinished if its turns or tokens are used up, and fails if its first prompt is too
-        long. An opponent without tokens for a turn is marked, and writes empty turns.
+        Set ``unfinished`` if the policy's turns or tokens are used up, ``failed`` if its first prompt is too long, and
+        ``out_of_room`` if an opponent has no tokens for a turn. Do nothing if the episode has ended.
         """
         if not episode.active:
             return
@@ -186,19 +194,21 @@ class Episodes(Source):
         episode.logprobs += [0.0] * len(between)
         episode.turn_ids += [None] * len(between)
 
-    def _move(self, mover: str, episodes: list[Episode], most_rows: int, name: str, trainer: SamplingTrainer) -> None:
-        """Sample a turn of ``mover`` in each of these episodes, or an empty turn if ``mover`` is "".
+    def _sample_turns(
+        self, model: str, episodes: list[Episode], most_rows: int, name: str, trainer: SamplingTrainer
+    ) -> None:
+        """Sample the next turn of these episodes with ``model`` and add it to them; add an empty turn if it is "".
 
-        Every rank calls it; ``most_rows`` is the largest number of episodes on a rank.
+        Every rank must call this. ``most_rows`` is the largest number of episodes on a rank.
         """
-        if not mover:
+        if not model:
             for episode in episodes:
                 episode.add_action([], [], "")
             return
         prompts, rows = [episode.context() for episode in episodes], [episode.row for episode in episodes]
-        with trainer.rollouts.using_base_model() if mover == BASE else nullcontext():
+        with trainer.rollouts.using_base_model() if model == BASE else nullcontext():
             samples, logprobs = self._sample(prompts, rows, most_rows, name, trainer)
-        renderer = renderer_for(trainer)
+        renderer = make_trainer_renderer(trainer)
         logprobs_of_rows: list[list[float] | None] = [*logprobs] if logprobs else [None] * len(episodes)
         for episode, ids, token_logprobs in zip(episodes, samples, logprobs_of_rows, strict=False):
             episode.add_action(list(ids), token_logprobs, renderer.text(list(ids)))
@@ -220,26 +230,26 @@ class Episodes(Source):
         with trainer.rollouts.named_generation(name, rows), limit:
             return trainer._generate_single_turn([*prompts, *[filler] * fillers], None, {}, 1)
 
-    def _advance(self, episodes: Sequence[Episode], trainer: SamplingTrainer) -> None:
-        """Play the next turn of these episodes in the child processes, and add each answer to its episode.
+    def _step_environments(self, episodes: Sequence[Episode], trainer: SamplingTrainer) -> None:
+        """Send the last actions to the environments in the child processes, and add each answer to its episode.
 
-        Every rank calls this with its own episodes. All ranks raise Stopped if any rank has seen a stop request.
+        Every rank must call this with its own episodes. All ranks raise Stopped if any rank has seen a stop request.
         """
         with trainer.preemption.cutting_short(), trainer.rows.phase("score"):
             rows = len(self._rows) * trainer.accelerator.num_processes
             give_up_after = trainer.scoring.most_unscored(rows) if trainer.model.training else None
-            scores = self._scores(episodes, give_up_after, trainer.preemption.stop.cuts)
+            scores = self._request_answers(episodes, give_up_after, trainer.preemption.stop.cuts)
         trainer.preemption.stop_if_agreed()
         for episode, score in zip(episodes, scores, strict=True):
             episode.add_answer(score)
 
-    def _scores(
+    def _request_answers(
         self, episodes: Sequence[Episode], give_up_after: int | None, stopped: Callable[[], bool]
     ) -> list[Score]:
-        """Return each environment's answer to the last action, a turn as JSON or the reason of a failure.
+        """Call the child processes; return each environment's answer to the last action: JSON of a turn, or a failure.
 
-        Calls that met a limit before are not repeated. No more calls are made after more than ``give_up_after``
-        failures (None: any number), or once ``stopped`` returns true.
+        A call that exceeded a time or memory limit before is not repeated: its recorded failure is returned. The calls
+        end early after more than ``give_up_after`` failures (None: no limit), or once ``stopped`` returns true.
         """
         columns: dict[str, list[Any]] = {
             "environment": [self._specs.get(episode.spec, episode.spec) for episode in episodes],
@@ -248,7 +258,7 @@ class Episodes(Source):
             "episode": [f"{self._name}/{episode.row}" for episode in episodes],
             "last_digest": [episode.last_digest for episode in episodes],
         }
-        keys = [hash_call(self._identity(episode), {"actions": episode.actions}) for episode in episodes]
+        keys = [hash_call(self._describe_call(episode), {"actions": episode.actions}) for episode in episodes]
         scores = {index: self._limit_records.find(key, 0) for index, key in enumerate(keys)}
         calls = [index for index in range(len(episodes)) if scores[index] is None]
         call_columns = {name: [values[index] for index in calls] for name, values in columns.items()}
@@ -259,11 +269,11 @@ class Episodes(Source):
             self._limit_records.add(keys[index], 0, score)
         return [score for score in scores.values() if score is not None]
 
-    def _identity(self, episode: Episode) -> tuple[Any, ...]:
-        """Return everything, except the actions, that decides whether a call exceeds its limit: code, limits and row.
+    def _describe_call(self, episode: Episode) -> tuple[Any, ...]:
+        """Return a tuple that identifies a call, except its actions: code, limits, arguments, seed, generation and row.
 
-        The generation and row are included because the same call may end in time in another generation.
-        ``LimitRecords`` receives the generation number 0, which adds nothing to that.
+        It is part of the key under which exceeded limits are recorded. The generation and row are included because the
+        same call may end in time in another generation.
         """
         spec = self._specs.get(episode.spec, episode.spec)
         path = source_path(spec) if episode.spec in self._user_specs else None
@@ -271,25 +281,25 @@ class Episodes(Source):
         limits = self._pool.timeout, self._pool.memory_gib
         return episode.spec, code, *limits, episode.arguments, episode.seed, f"{self._name}/{episode.row}"
 
-    def _output(self, trainer: SamplingTrainer) -> dict[str, Any]:
-        """Return the columns of TRL's ``rollout_func``, and log the metrics of the batch's episodes over all ranks."""
+    def _make_output(self, trainer: SamplingTrainer) -> dict[str, Any]:
+        """Log the metrics of the batch's episodes over all ranks; return the columns of TRL's ``rollout_func``."""
         for episode in self.played:
             if not episode.ids:  # it failed before its first turn; TRL needs a token
                 episode.ids, episode.logprobs, episode.turn_ids = [trainer.processing_class.eos_token_id], [0.0], [None]
-        self._log(trainer)
+        self._log_metrics(trainer)
         return {
             "prompt_ids": [episode.prompt_ids for episode in self.played],
             "completion_ids": [episode.ids for episode in self.played],
             "logprobs": [episode.logprobs for episode in self.played] if trainer.use_vllm else None,
-            "env_mask": [self._mask(episode) for episode in self.played],
+            "env_mask": [self._make_mask(episode) for episode in self.played],
             "episode_reward": [self.reward(episode) for episode in self.played],
             "episode_failed": [episode.failed for episode in self.played],
         }
 
-    def _mask(self, episode: Episode) -> list[int]:
-        """Return 1 for each token that is trained on, else 0: only the policy's turns are, or only its last turn.
+    def _make_mask(self, episode: Episode) -> list[int]:
+        """Return 1 for each completion token that is trained on, else 0.
 
-        The key environment_credit decides.
+        All turns of the policy are trained on, or only its last turn with environment_credit: last_turn.
         """
         last = max((turn for turn in episode.turn_ids if turn is not None), default=None)
         all_turns = self._script.environment_credit != "last_turn"
@@ -317,7 +327,7 @@ class Episodes(Source):
         return bool(episode.unfinished) and self._script.environment_unfinished == "zero"
 
     def completions(self) -> list[list[Message]]:
-        """Return this rank's episodes as TRL's completions: the messages after the first observation."""
+        """Return the messages after the first observation of each of this rank's episodes, as TRL's completions."""
         return [
             episode.transcript()[len(episode.opening) :] or [{"role": "assistant", "content": ""}]
             for episode in self.played
@@ -328,9 +338,9 @@ class Episodes(Source):
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the advantages of ``environment_credit: per_turn``: per token (B, T), and per row of all ranks.
 
-        The advantage of a turn compares the rewards from that turn on with the same turn of the group's other
-        episodes, on all ranks. The advantage of a row is the mean over its tokens; it is only displayed. ``records``
-        receive the advantage of each turn.
+        Return None with any other environment_credit. The advantage of a turn compares the rewards from that turn on
+        with the same turn of the group's other episodes. The advantage of a row is the mean over its tokens, for
+        display only. The advantage of each turn is also stored in ``records``.
         """
         if self._script.environment_credit != "per_turn":
             return None
@@ -339,7 +349,9 @@ class Episodes(Source):
             (episode.row, self.reward(episode), [weight * reward for reward in self.turn_rewards(episode)])
             for episode in self.played
         ]
-        advantages = turn_advantages(gather_object(episode_rewards), trainer.num_generations, trainer.scale_rewards)
+        advantages = compute_turn_advantages(
+            gather_object(episode_rewards), trainer.num_generations, trainer.scale_rewards
+        )
         for row, record in enumerate(self.records):
             for turn, turn_record in enumerate(record["turns"]):
                 if (row, turn) in advantages:
@@ -352,25 +364,25 @@ class Episodes(Source):
             means.append(math.fsum(advantages_T) / max(1, sum(turn is not None for turn in episode.turn_ids)))
         return advantages_BT.to(output["advantages"]), torch.tensor(gather_object(means))
 
-    def _log(self, trainer: SamplingTrainer) -> None:
-        """Log the mean of each episode metric over all ranks, and store the records of a training batch.
+    def _log_metrics(self, trainer: SamplingTrainer) -> None:
+        """Add the mean of each episode metric over all ranks to the trainer's metrics; store the training records.
 
-        Every rank calls this. Records are stored only if ``report_samples`` is above 0.
+        Every rank must call this. ``records`` are stored only for a training batch, if ``report_samples`` is above 0.
         """
         mode: Mode = "train" if trainer.model.training else "eval"
         if trainer.model.training and self._args.report_samples > 0:
             self.records = gather_object([episode.record() for episode in self.played])
-        metrics = gather_object([self._metrics(episode) for episode in self.played])
+        metrics = gather_object([self._compute_metrics(episode) for episode in self.played])
         for name in dict.fromkeys(name for row in metrics for name in row):
             values = [row[name] for row in metrics if name in row]
             trainer.add_metric(f"episodes/{name}", math.fsum(values) / len(values), mode)
 
-    def _metrics(self, episode: Episode) -> dict[str, float]:
-        """Return an episode's metrics by name: means of the info, turns, and whether it is unfinished or has no score.
+    def _compute_metrics(self, episode: Episode) -> dict[str, float]:
+        """Return an episode's metrics by name: means of the info's numbers, turns, and 0 or 1 for unfinished, unscored.
 
-        Metrics per role and per environment of a mixture have separate names.
+        The reward is added per role, and reward, "won" and "legal" per environment of a mixture.
         """
-        metrics = {**_mean_info(episode), "turns": float(len(episode.policy_actions))}
+        metrics = {**_average_info(episode), "turns": float(len(episode.policy_actions))}
         metrics |= {"unfinished": float(bool(episode.unfinished)), "unscored": float(episode.failed is not None)}
         role, reward = episode.turns[-1].info.get("role") if episode.turns else None, self.reward(episode)
         if role is not None and reward is not None:
@@ -381,13 +393,13 @@ class Episodes(Source):
         return metrics
 
 
-def renderer_for(trainer: SamplingTrainer) -> Renderer:
-    """Return the renderer of a trainer's chat template and stop tokens."""
+def make_trainer_renderer(trainer: SamplingTrainer) -> Renderer:
+    """Create a renderer of chat messages to token ids with the trainer's tokenizer, chat template and stop tokens."""
     return Renderer(trainer.processing_class, trainer.chat_template_kwargs, trainer.eos_token_ids)
 
 
-def environment_labels(environments: Sequence[tuple[str, dict[str, Any], float]]) -> dict[tuple[str, str], str]:
-    """Return the name of each environment in metrics, by (spec, arguments as JSON); empty for a single environment.
+def choose_environment_labels(environments: Sequence[tuple[str, dict[str, Any], float]]) -> dict[tuple[str, str], str]:
+    """Return a name for each environment's metrics, by (spec, arguments as JSON); {} if there is only one environment.
 
     The label is the name in its library or file, followed by its number in the mixture if the name is not unique.
     """
@@ -397,10 +409,10 @@ def environment_labels(environments: Sequence[tuple[str, dict[str, Any], float]]
     return dict(zip(keys, labels, strict=True)) if len(keys) > 1 else {}
 
 
-def turn_advantages(
+def compute_turn_advantages(
     episodes: Sequence[tuple[int, float | None, list[float]]], group_size: int, scale: str = "group"
 ) -> dict[tuple[int, int | None], float]:
-    """Return (row, turn) -> advantage of the sum of rewards from the turn on, relative to the row's group.
+    """Return an advantage by (row, turn): the sum of rewards from the turn on, minus the group's mean of the turn.
 
     ``episodes`` are (row, reward, rewards of the turns); episodes without a reward are left out. ``scale`` is TRL's
     ``scale_rewards``: divide by the standard deviation of the group ("group") or of the batch, or do not divide
@@ -420,8 +432,8 @@ def turn_advantages(
     return advantages
 
 
-def _mean_info(episode: Episode) -> dict[str, float]:
-    """Return the mean of each number in the environment's info, over the turns that have it.
+def _average_info(episode: Episode) -> dict[str, float]:
+    """Return the mean of each finite number in an episode's ``info``, by name, over the turns that have it.
 
     The first turn, which precedes all actions, counts only if the episode ended with it.
     """

@@ -37,16 +37,16 @@ class Game(Environment):
         self._take_seats(game_args)
         self._observation = game_args.pop("observation", "whole")
         if self._observation not in (("whole", "brief") if self._mafia else ("whole",)):
-            raise _argument_error(
+            raise _make_argument_error(
                 f"observation: {self._observation!r} is not for this game",
                 'set "whole" or "brief"' if self._mafia else "remove it: it belongs to SecretMafia",
             )
         if self._rewards["useful"] and not self._mafia:
-            raise _argument_error("useful_reward belongs to SecretMafia", "remove it")
+            raise _make_argument_error("useful_reward belongs to SecretMafia", "remove it")
         self._make: Callable[[], Any] = partial(textarena.make, name, **game_args)
         self._noise = Noise()
         self.tools: list[dict[str, Any]] = []
-        self._check(name, game_args)
+        self._find_player_count(name, game_args)
 
     def _take_rewards(self, game_args: dict[str, Any]) -> None:
         """Remove the rewards of legal, illegal and useful actions from ``game_args``, and store them; the default is 0.
@@ -57,7 +57,7 @@ class Game(Environment):
         self._rewards = {kind: game_args.pop(f"{kind}_reward", 0.0) for kind in ("legal", "illegal", "useful")}
         for kind, reward in self._rewards.items():
             if type(reward) not in (int, float) or find_reward_problem(reward):
-                raise _argument_error(f"{kind}_reward: {reward!r} is not a valid reward", "set a number")
+                raise _make_argument_error(f"{kind}_reward: {reward!r} is not a valid reward", "set a number")
 
     def _take_seats(self, game_args: dict[str, Any]) -> None:
         """Remove the number of players, the policy's seat and the opponents from ``game_args``, and store them.
@@ -66,31 +66,33 @@ class Game(Environment):
         """
         self._players = game_args.pop("num_players", None)
         if self._players is not None and (type(self._players) is not int or self._players < 1):
-            raise _argument_error(f"num_players: expected a number of players, got {self._players!r}", "set 1 or more")
+            raise _make_argument_error(
+                f"num_players: expected a number of players, got {self._players!r}", "set 1 or more"
+            )
         self._player = game_args.pop("player", 0)
         drawn = ("seed", *(secret_mafia.ROLES if self._mafia else ()))
         if self._player not in drawn and (type(self._player) is not int or self._player < 0):
             fix = f"set a number from 0, or {' or '.join(map(json.dumps, drawn))}"
-            raise _argument_error(f"player: {self._player!r} is not a seat", fix)
+            raise _make_argument_error(f"player: {self._player!r} is not a seat", fix)
         self._opponents = game_args.pop("opponents", SCRIPTED[0])
         scripted = SCRIPTED if self._mafia else SCRIPTED[:1]
         if self._opponents not in (*scripted, POLICY, BASE):
             choices = ", ".join(f'"{choice}"' for choice in (*scripted, POLICY))
-            raise _argument_error(f"opponents: {self._opponents!r} is not supported", f'set {choices} or "{BASE}"')
+            raise _make_argument_error(f"opponents: {self._opponents!r} is not supported", f'set {choices} or "{BASE}"')
         self._model = "" if self._opponents in scripted else str(self._opponents)
 
-    def _check(self, name: str, game_args: Mapping[str, Any]) -> None:
-        """Start the game once to find its number of players.
+    def _find_player_count(self, name: str, game_args: Mapping[str, Any]) -> None:
+        """Start the game with num_players, or 1 to 15 players, and store the first number that it accepts.
 
-        ConfigError if it does not start or rejects its arguments.
+        Raise ConfigError if the game does not start, accepts no number, or has no such seat or opponents.
         """
         try:
             env = self._make()
         except TypeError as error:
             message = f"'{name}' does not accept {sorted(game_args)} ({error})"
-            raise _argument_error(message, "use the game's own arguments") from error
+            raise _make_argument_error(message, "use the game's own arguments") from error
         except Exception as error:  # Python 3.12 only, missing data, or a judge without its API key
-            raise _start_error(name, error) from error
+            raise _make_start_error(name, error) from error
         self._noise.seed("check")
         reason: Exception | None = None
         # Games do not list valid numbers of players; they reject the others by assertions or errors while dealing.
@@ -103,18 +105,18 @@ class Game(Environment):
             except (AssertionError, ValueError, IndexError, KeyError) as error:
                 reason = error
             except Exception as error:
-                raise _start_error(name, error) from error
+                raise _make_start_error(name, error) from error
         else:
             message = f"num_players: '{name}' can't be played by {self._players or 'any number up to 15'} ({reason})"
-            raise _argument_error(message, "correct it") from reason
+            raise _make_argument_error(message, "correct it") from reason
         if self._players == 1 and self._model:
-            raise _argument_error(f"opponents: '{name}' has none", "remove it")
+            raise _make_argument_error(f"opponents: '{name}' has none", "remove it")
         if type(self._player) is int and self._player >= self._players:
             message = f"player: {self._player} is not a seat of {self._players} players"
-            raise _argument_error(message, f"set 0 to {self._players - 1}")
+            raise _make_argument_error(message, f"set 0 to {self._players - 1}")
 
     def reset(self, seed: int) -> Turn:
-        """Deal a game from the seed, and play until it is the turn of the policy or of a model in another seat."""
+        """Start a game from the seed, play random opponents until the policy's or a model's turn, and return it."""
         self._random = random.Random(derive_seed("opponents", seed))
         self._noise.seed("game", seed)
         self._turns, self._feedback, self._opponent_turns = 0, "", 0
@@ -124,10 +126,10 @@ class Game(Environment):
             self._env = self._make()
             self._env.reset(num_players=self._players, seed=derive_seed("game", seed))
             self._seat = self._choose_seat(derive_seed("seat", seed))
-            return self._until_policy(0.0, {}, False)
+            return self._play_opponents(0.0, {}, False)
 
     def _choose_seat(self, number: int) -> int:
-        """Return the policy's seat; ``number`` selects one if the recipe leaves it to the seed or gives a role."""
+        """Return the policy's seat: the recipe's, or for ``player: seed`` or a role, a seat selected by ``number``."""
         if type(self._player) is int:
             return self._player
         seats = list(range(self._players))
@@ -135,29 +137,30 @@ class Game(Environment):
             seats = [seat for seat in seats if self._state.game_state["player_roles"][seat] == self._player]
         return seats[number % len(seats)]
 
-    def scripted_move(self, generator: random.Random, plan: bool = True) -> str:
-        """Return a scripted move for the policy's turn in SecretMafia.
+    def choose_scripted_move(self, generator: random.Random, plan: bool = True) -> str:
+        """Return a scripted move for the policy's turn in SecretMafia, chosen with ``generator``; do not play it.
 
-        If ``plan`` is false, it targets any other player.
+        If ``plan`` is false, the move ignores what the policy knows about the other players.
         """
         game, observations = self._state.game_state, self._observations[self._seat]
-        sides = secret_mafia.known_sides(game, self._seat, observations) if plan else {}
-        return secret_mafia.planned_action(game, self._seat, sides, generator)
+        sides = secret_mafia.find_known_sides(game, self._seat, observations) if plan else {}
+        return secret_mafia.choose_planned_action(game, self._seat, sides, generator)
 
     def step(self, action: str) -> Turn:
         """Play the action in the current seat, then random opponents; return the next turn of the policy or a model.
 
-        If the policy's move is not valid, the next turn contains the reason.
+        The turn has the policy's reward, and in its info whether the action was legal. If the policy's action is not
+        valid, the info has the reason, and in SecretMafia the next messages too.
         """
         if self._state.current_player_id != self._seat:
-            return self._opponent_step(action)
+            return self._step_opponent(action)
         state, problem, useful = self._state, "", False
         if self._mafia:
-            problem = secret_mafia.action_problem(action, state.game_state, self._seat)
+            problem = secret_mafia.find_action_problem(action, state.game_state, self._seat)
             useful = not problem and secret_mafia.is_useful(action, state.game_state, self._seat)
         with self._noise.running():
             # An invalid action is sent to the game as an empty one, so that the game counts repeated errors itself.
-            done, game_problem = self._play(self._env, "" if problem else action)
+            done, game_problem = self._play_action(self._env, "" if problem else action)
             problem = problem or game_problem
             self._turns += 1
             self._feedback = f"Your action was not valid: {problem}" if problem and self._mafia else ""
@@ -166,47 +169,56 @@ class Game(Environment):
             if self._mafia:
                 info["useful"] = float(useful)
             self._opponent_turns = 0
-            return self._until_policy(reward, info, done)
+            return self._play_opponents(reward, info, done)
 
-    def _opponent_step(self, action: str) -> Turn:
-        """Play the move that a model wrote for its seat, or a random move if it is not valid."""
+    def _step_opponent(self, action: str) -> Turn:
+        """Play the move that a model wrote for an opponent's seat, or a random move if it is not valid.
+
+        Return the next turn of the policy or a model.
+        """
         seat = self._state.current_player_id
         with self._noise.running():
             legal = self._is_valid(action, seat)
-            done, _ = self._play(self._env, action if legal else self._random_move(seat))
-            return self._until_policy(0.0, {"opponent_legal": float(legal)}, done)
+            done, _ = self._play_action(self._env, action if legal else self._choose_random_move(seat))
+            return self._play_opponents(0.0, {"opponent_legal": float(legal)}, done)
 
     @property
     def _state(self) -> Any:
         """The game's current state in textarena."""
         return self._env.state
 
-    def _until_policy(self, reward: float, info: dict[str, float | str], done: bool) -> Turn:
+    def _play_opponents(self, reward: float, info: dict[str, float | str], done: bool) -> Turn:
         """Let random opponents play until the policy or a model is next, or the game ends; return that turn.
 
-        ``reward`` and ``info`` are the policy's for its last move, and ``done`` tells that the game is over.
+        ``reward`` and ``info`` become the turn's. ``done`` tells that the game is over already. Raise RuntimeError
+        after 500 turns of opponents.
         """
         while not (done or self._state.done):
             seat = self._state.current_player_id
             self._observations[seat] += self._state.get_current_player_observation()
             if seat == self._seat:
-                messages = [{"role": "user", "content": self._observation_text(seat)}]
-                return Turn(messages, reward, False, info | self._role_and_phase())
+                messages = [{"role": "user", "content": self._format_observation(seat)}]
+                return Turn(messages, reward, False, info | self._read_role_and_phase())
             self._opponent_turns += 1
             if self._opponent_turns > _MAX_OPPONENT_TURNS:
                 raise RuntimeError(f"the opponents played {_MAX_OPPONENT_TURNS} turns without a turn of the policy")
             if self._model:
-                messages = [{"role": "user", "content": self._observation_text(seat)}]
+                messages = [{"role": "user", "content": self._format_observation(seat)}]
                 return Turn(messages, reward, False, info, opponent=self._model, seat=seat)
-            done, _ = self._play(self._env, self._random_move(seat))
-        return self._end(reward, info)
+            done, _ = self._play_action(self._env, self._choose_random_move(seat))
+        return self._make_last_turn(reward, info)
 
-    def _observation_text(self, seat: int) -> str:
-        """Return the messages of others since the seat's last turn, in the library's format, or a brief summary."""
+    def _format_observation(self, seat: int) -> str:
+        """Return the text that a seat reads: the others' messages since its last turn, or with "brief", a summary.
+
+        Messages count as read then. The text of the policy includes why its last action was not valid.
+        """
         feedback = [self._feedback] if self._feedback and seat == self._seat else []
         observations = self._observations[seat]
         if self._observation == "brief":
-            return "\n".join([*feedback, secret_mafia.brief_observation(self._state.game_state, seat, observations)])
+            return "\n".join(
+                [*feedback, secret_mafia.format_brief_observation(self._state.game_state, seat, observations)]
+            )
         new = observations[self._read[seat] :]
         self._read[seat] = len(observations)
         lines = [
@@ -214,26 +226,29 @@ class Game(Environment):
         ]
         return "\n".join([*lines, *feedback])
 
-    def _role_and_phase(self) -> dict[str, float | str]:
-        """Return the info ``role`` of the policy's seat, and ``phase`` if the game has phases."""
+    def _read_role_and_phase(self) -> dict[str, float | str]:
+        """Return a dict for a turn's info: ``role`` of the policy's seat, and ``phase`` if the game has phases."""
         phase = (self._state.game_state or {}).get("phase")
         role = self._state.game_info[self._seat].get("role") or f"Player {self._seat}"
         info: dict[str, float | str] = {"role": str(role)}
         return info | ({"phase": str(getattr(phase, "value", phase))} if phase is not None else {})
 
-    def _end(self, reward: float, info: dict[str, float | str]) -> Turn:
-        """Return the last turn: ``reward`` plus the game's reward for the policy's seat, and whether it won."""
+    def _make_last_turn(self, reward: float, info: dict[str, float | str]) -> Turn:
+        """Close the game and return the last turn, with ``reward`` plus the game's reward for the policy.
+
+        The info has "won" (0 or 1), "turns" and "end", the game's reason.
+        """
         rewards, game_info = self._env.close()
         policy_reward = float((rewards or {}).get(self._seat, 0.0))
         best = max((float(player_reward) for player_reward in (rewards or {0: 0.0}).values()), default=0.0)
         won = policy_reward > 0 and policy_reward >= (best if self._players > 1 else 1.0)
         reason = game_info[self._seat].get("reason")
-        info = info | self._role_and_phase() | {"won": float(won), "turns": float(self._turns), "end": str(reason)}
+        info = info | self._read_role_and_phase() | {"won": float(won), "turns": float(self._turns), "end": str(reason)}
         if self._mafia:
             info[f"won_{info['role']}".lower()] = float(won)
         return Turn([], reward + policy_reward, True, info)
 
-    def _play(self, env: Any, action: str) -> tuple[bool, str]:
+    def _play_action(self, env: Any, action: str) -> tuple[bool, str]:
         """Play the current player's action; return whether the game is over, and why the action was invalid or ""."""
         import textarena
 
@@ -256,23 +271,23 @@ class Game(Environment):
             reason = str(state.game_info[seat].get("reason", ""))
         return bool(done), reason or "invalid move"
 
-    def _random_move(self, seat: int) -> str:
-        """Return a random valid move for a seat; after 40 invalid ones, the first that was drawn."""
+    def _choose_random_move(self, seat: int) -> str:
+        """Draw random moves for a seat and return the first valid one; if 40 are invalid, return the first."""
         if self._mafia:
             crowd = self._opponents == "crowd"
-            messages = secret_mafia.messages_today(self._observations[seat]) if crowd else []
-            return secret_mafia.random_action(self._state.game_state, seat, self._random, messages)
-        moves = self._candidates(seat)
+            messages = secret_mafia.list_messages_today(self._observations[seat]) if crowd else []
+            return secret_mafia.choose_random_action(self._state.game_state, seat, self._random, messages)
+        moves = self._list_candidate_moves(seat)
         return next((move for move in moves[:_TRIES] if self._is_valid(move, seat)), moves[0])
 
     def _is_valid(self, move: str, seat: int) -> bool:
-        """Return whether the move is valid, tried on a copy of the game."""
+        """Return whether a seat's move is valid, by playing it on a copy of the game (in SecretMafia, by its rules)."""
         if self._mafia:
-            return not secret_mafia.action_problem(move, self._state.game_state, seat)
+            return not secret_mafia.find_action_problem(move, self._state.game_state, seat)
         with restoring_noise():
-            return not self._play(copy.deepcopy(self._env), move)[1]
+            return not self._play_action(copy.deepcopy(self._env), move)[1]
 
-    def _candidates(self, seat: int) -> list[str]:
+    def _list_candidate_moves(self, seat: int) -> list[str]:
         """Return moves that a random opponent tries: the bracketed texts of its observations, then numbers.
 
         The newest text comes first. The moves of a text, and the numbers, are in random order.
@@ -286,13 +301,13 @@ class Game(Environment):
         return moves + self._random.sample(numbers, len(numbers))
 
 
-def _start_error(name: str, error: Exception) -> ConfigError:
-    """Return the error of a game that can't start on this machine."""
+def _make_start_error(name: str, error: Exception) -> ConfigError:
+    """Return a ConfigError that says that a game of textarena can't start on this machine, and why."""
     reason = " ".join(str(error).split()).strip("* ")
     message = f"textarena's '{name}' does not start here ({type(error).__name__}: {reason[:120]})"
     return config_error("environment", message, "provide what the game requires, or choose another game")
 
 
-def _argument_error(message: str, fix: str) -> ConfigError:
-    """Return an error at the key environment_args."""
+def _make_argument_error(message: str, fix: str) -> ConfigError:
+    """Return a ConfigError at the recipe key environment_args."""
     return config_error("environment_args", message, fix)

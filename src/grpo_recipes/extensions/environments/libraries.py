@@ -26,11 +26,11 @@ LIBRARIES = {
 
 
 def load_library(kind: str, name: str, args: Mapping[str, Any]) -> Environment:
-    """Make the environment ``name`` of a library.
+    """Create the environment ``name`` of the library ``kind``, e.g. "textarena", with its arguments.
 
-    ConfigError if the library is missing, or name or arguments are wrong.
+    Raise ConfigError if the library is not installed, or name or arguments are wrong.
     """
-    _require(kind, name)
+    _check_installed(kind, name)
     if kind == "textarena":
         from textarena.envs.registration import ENV_REGISTRY
 
@@ -45,23 +45,24 @@ def load_library(kind: str, name: str, args: Mapping[str, Any]) -> Environment:
     return _ReasoningTask(name, args) if kind == "reasoning_gym" else _OpenEnvServer(name, args)
 
 
-def library_problems(spec: str, args: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems of a library's environment, [] if there are none; the library is imported.
+def find_library_problems(spec: str, args: Mapping[str, Any]) -> list[Problem]:
+    """Import a library and check name and arguments of its environment; return the problems, [] if there are none.
 
-    No server is contacted, and an environment of verifiers is not created, since that loads its dataset.
+    ``spec`` is e.g. textarena:Nim-v0. No server is contacted, and an environment of verifiers is not created, because
+    that loads its dataset.
     """
     kind, _, name = spec.partition(":")
     try:
         if kind == "verifiers":  # loading the environment would build its dataset
-            _require(kind, name)
-            from grpo_recipes.extensions.environments.verifiers_tasks import library_class
+            _check_installed(kind, name)
+            from grpo_recipes.extensions.environments.verifiers_tasks import find_library_class
 
             module = name.replace("-", "_").split("/")[-1]
             if not (module.isidentifier() and importlib.util.find_spec(module)):
-                if (environment_class := library_class(name)) is None:
+                if (environment_class := find_library_class(name)) is None:
                     fix = "install its package into the Python environment, or use one of the library's classes"
                     raise config_error("environment", f"verifiers has no environment '{name}'", fix)
-                need_arguments(spec, environment_class, args)
+                check_arguments(spec, environment_class, args)
         else:
             load_library(kind, name, args)
     except ConfigError as error:
@@ -69,8 +70,8 @@ def library_problems(spec: str, args: Mapping[str, Any]) -> list[Problem]:
     return []
 
 
-def need_arguments(spec: str, environment_class: Any, args: Mapping[str, Any]) -> None:
-    """Raise a ConfigError if ``environment_class``, the class of ``spec``, does not accept these arguments."""
+def check_arguments(spec: str, environment_class: Any, args: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the signature of ``environment_class``, the class of ``spec``, does not accept ``args``."""
     try:
         signature = inspect.signature(environment_class)
     except ValueError:  # a class written in C
@@ -85,8 +86,8 @@ def need_arguments(spec: str, environment_class: Any, args: Mapping[str, Any]) -
         raise config_error("environment_args", message, fix) from error
 
 
-def _require(kind: str, name: str) -> None:
-    """Raise ConfigError if the library is not installed or the name is empty."""
+def _check_installed(kind: str, name: str) -> None:
+    """Raise ConfigError if the library ``kind`` is not installed, or the environment's name is empty."""
     if importlib.util.find_spec(LIBRARIES[kind]) is None:
         raise config_error("environment", f"'{kind}' is not installed", f"install it with: {INSTALL}")
     if not name:
@@ -105,9 +106,9 @@ def _check_name(kind: str, name: str, names: list[str]) -> None:
 
 
 class _ReasoningTask(Environment):
-    """A dataset of reasoning-gym in one turn: the seed makes the item, the dataset scores the text in ``<answer>``.
+    """A dataset of reasoning-gym as one-turn episodes: it creates an item from the seed, and scores ``<answer>``.
 
-    Arguments are the dataset's configuration and two of ours: ``system_prompt`` (a name of the library or a text) and
+    Arguments are the dataset's configuration and two others: ``system_prompt`` (a name of the library or a text) and
     ``answer_tag`` (empty if the whole text is the answer).
     """
 
@@ -130,12 +131,12 @@ class _ReasoningTask(Environment):
         self._name, self._config, self._noise = name, config, Noise()
         self.tools: list[dict[str, Any]] = []
         try:
-            self._item(0)
+            self._make_item(0)
         except (AssertionError, TypeError, ValueError) as error:
             raise config_error("environment_args", f"{name} rejects them ({error})", "correct the value") from error
 
-    def _item(self, seed: int) -> None:
-        """Create the dataset with one item from a seed, and store both."""
+    def _make_item(self, seed: int) -> None:
+        """Create a dataset with one item from a seed; store the dataset and the item."""
         from reasoning_gym import create_dataset
 
         self._noise.seed("reasoning_gym", seed)
@@ -144,8 +145,8 @@ class _ReasoningTask(Environment):
             self._entry = self._dataset[0]
 
     def reset(self, seed: int) -> Turn:
-        """Make the item of this seed, and return its question."""
-        self._item(seed)
+        """Create the item of this seed, and return a turn with the system prompt and its question."""
+        self._make_item(seed)
         system = [{"role": "system", "content": self._system}] if self._system else []
         return Turn([*system, {"role": "user", "content": self._entry["question"]}])
 
@@ -193,7 +194,7 @@ class _OpenEnvServer(Environment):
         self.tools: list[dict[str, Any]] = []
 
     def reset(self, seed: int) -> Turn:
-        """Connect at the first call, and reset the session; ConfigError if the server does not answer."""
+        """Connect at the first call, and reset the session; raise ConfigError if the server does not answer."""
         from openenv.core.generic_client import GenericEnvClient
 
         if self._client is None:
@@ -203,20 +204,23 @@ class _OpenEnvServer(Environment):
             except ConnectionError as error:
                 fix = "start the server, or correct the address"
                 raise config_error("environment", f"no OpenEnv server at {self._url} ({error})", fix) from error
-        return self._turn("reset", lambda: self._client.reset(seed=seed, **self._args["reset"]))
+        return self._request_turn("reset", lambda: self._client.reset(seed=seed, **self._args["reset"]))
 
     def step(self, action: str) -> Turn:
-        """Send the action; ConfigError if the server rejects it."""
+        """Send the action to the server and return its answer; raise ConfigError if the server rejects it."""
         fields = {**self._args["action"], self._args["action_field"]: action}
-        return self._turn("step", lambda: self._client.step(fields))
+        return self._request_turn("step", lambda: self._client.step(fields))
 
     def close(self) -> None:
         """End the session, so that the server can start another."""
         if self._client is not None:
             self._client.close()
 
-    def _turn(self, method: str, request: Callable[[], Any]) -> Turn:
-        """Send a request, and return the server's answer as a turn; ConfigError if it fails."""
+    def _request_turn(self, method: str, request: Callable[[], Any]) -> Turn:
+        """Call ``request`` and return the server's answer as a turn.
+
+        Raise ConfigError if the call fails, or the answer lacks the observation_field or has an invalid reward.
+        """
         from websockets.exceptions import ConnectionClosed
 
         try:

@@ -9,7 +9,7 @@ import sys
 from grpo_recipes.cli import chosen_recipe, command, option
 from grpo_recipes.errors import config_error
 from grpo_recipes.extensions.environments.episode import play_turns
-from grpo_recipes.extensions.environments.recipe import environments_of, model_opponents
+from grpo_recipes.extensions.environments.recipe import list_episode_environments, list_model_opponents
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.paths import display_path
 from grpo_recipes.plan.commands import hub_environment
@@ -28,9 +28,12 @@ _CALL = '{"name": "...", "arguments": {...}}'
     takes_recipe=True,
 )
 def play(options: argparse.Namespace) -> int:
-    """Play one episode, one line of stdin per turn; return 0 (also at the end of stdin), or 130 after Ctrl-C."""
+    """Play one episode on the terminal: read one line of stdin per turn, and print the environment's answers.
+
+    Return 0 (also at the end of stdin), or 130 after Ctrl-C. Raise ConfigError if there is no environment to play.
+    """
     recipe = chosen_recipe(options)
-    entries = [spec for spec, _, _ in environments_of(recipe.__getitem__)]
+    entries = [spec for spec, _, _ in list_episode_environments(recipe.__getitem__)]
     source = source_of(recipe.__getitem__)
     if not entries and source is not None:
         message = f"completions of {source.title} are sampled elsewhere and can't be typed here"
@@ -49,7 +52,7 @@ def play(options: argparse.Namespace) -> int:
     seed = random.randrange(10_000) if options.seed is None else options.seed
     max_turns = recipe["environment_max_turns"]
     os.environ.update(hub_environment(os.environ))
-    opponents = "; opponents play random moves" if spec in dict(model_opponents(recipe.__getitem__)) else ""
+    opponents = "; opponents play random moves" if spec in dict(list_model_opponents(recipe.__getitem__)) else ""
     _print(f"grpo: {spec}, seed {seed}{opponents}; one line per turn, at most {max_turns} turns; Ctrl-D quits")
     table = _Table(max_turns)
     try:
@@ -84,7 +87,7 @@ class _Table:
         return action
 
     def show(self, turn: Turn) -> None:
-        """Print the reward and info of the last action and the next messages; add the reward to the total."""
+        """Print a turn: reward and info of the last action, tools and next messages; add the reward to the total."""
         self._reward, self.done = self._reward + turn.reward, turn.done
         reward = f"reward {turn.reward:g}" if self._actions else ""
         info = [
@@ -99,7 +102,7 @@ class _Table:
             _print(f"[{message['role']}] {message['content']}")
 
     def close(self, ending: str) -> None:
-        """Print the last line: the ending, the number of the turn, and the total reward."""
+        """Print the last line of the episode: how it ended, the number of the turn, and the total reward."""
         _print(f"grpo: {ending} in turn {self._actions}, reward {self._reward:g}")
 
 

@@ -1,6 +1,6 @@
 """Read the environments of a recipe: their names, arguments and fractions, and the length of an episode.
 
-environments_of(recipe.__getitem__)  # [("textarena:Nim-v0", {}, 1.0)]
+list_episode_environments(recipe.__getitem__)  # [("textarena:Nim-v0", {}, 1.0)]
 """
 
 import itertools
@@ -10,8 +10,8 @@ from typing import Any
 from grpo_recipes.rollouts.turns import SCRIPTED
 
 
-def environments_of(recipe: Callable[[str], Any]) -> list[tuple[str, dict[str, Any], float]]:
-    """Return (name, arguments, fraction of the episodes) of each environment; [] if the recipe has none.
+def list_episode_environments(recipe: Callable[[str], Any]) -> list[tuple[str, dict[str, Any], float]]:
+    """Return (name, arguments, fraction of the episodes) of each environment of a recipe; [] if it has none.
 
     ``recipe`` looks up a key.
     """
@@ -24,18 +24,21 @@ def environments_of(recipe: Callable[[str], Any]) -> list[tuple[str, dict[str, A
 
 def split_episodes(recipe: Callable[[str], Any], count: int) -> list[int]:
     """Divide ``count`` episodes among the environments of a recipe by their fractions; return the number of each."""
-    fractions = [fraction for _, _, fraction in environments_of(recipe)]
+    fractions = [fraction for _, _, fraction in list_episode_environments(recipe)]
     ends = [round(total * count) for total in itertools.accumulate(fractions)]
     return [end - start for start, end in itertools.pairwise([0, *ends])]
 
 
-def model_opponents(recipe: Callable[[str], Any]) -> list[tuple[str, str]]:
-    """Return (environment, model) for each game of a recipe in which a model plays the other seats."""
-    games = [(spec, args) for spec, args, _ in environments_of(recipe) if spec.startswith("textarena:")]
+def list_model_opponents(recipe: Callable[[str], Any]) -> list[tuple[str, str]]:
+    """Return (environment, model) for each textarena game of a recipe in which "policy" or "base" plays opponents."""
+    games = [(spec, args) for spec, args, _ in list_episode_environments(recipe) if spec.startswith("textarena:")]
     players = [(spec, str(args.get("opponents", SCRIPTED[0]))) for spec, args in games]
     return [(spec, model) for spec, model in players if model not in SCRIPTED]
 
 
-def turn_tokens(turn_length: int | None, completion: int, turns: int) -> int:
-    """Return the maximum tokens of a turn: ``turn_length``, by default half of the completion divided by the turns."""
+def compute_turn_tokens(turn_length: int | None, completion: int, turns: int) -> int:
+    """Return the maximum tokens of a turn: ``turn_length`` if set, else half of ``completion`` divided by ``turns``.
+
+    With one turn, the default is the whole ``completion``.
+    """
     return turn_length or max(1, completion // turns // (1 if turns == 1 else 2))

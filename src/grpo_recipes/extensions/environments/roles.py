@@ -2,7 +2,11 @@
 
 from collections.abc import Iterator
 
-from grpo_recipes.extensions.environments.recipe import environments_of, model_opponents, turn_tokens
+from grpo_recipes.extensions.environments.recipe import (
+    compute_turn_tokens,
+    list_episode_environments,
+    list_model_opponents,
+)
 from grpo_recipes.plan.roles import Roles
 from grpo_recipes.plan.types import Data, Plan
 from grpo_recipes.recipe import Recipe
@@ -14,12 +18,12 @@ class EnvironmentRoles(Roles):
 
     def data(self, recipe: Recipe, plan: Plan) -> Data | None:
         """Return the plan's line about environments, turns and tokens of an episode; None if the recipe has none."""
-        environments, turns = environments_of(recipe.__getitem__), recipe["environment_max_turns"]
+        environments, turns = list_episode_environments(recipe.__getitem__), recipe["environment_max_turns"]
         if not environments:
             return None
         names = ", ".join(spec if fraction == 1 else f"{spec} ({fraction:.0%})" for spec, _, fraction in environments)
         completion = recipe["max_completion_length"]
-        length = turn_tokens(recipe["environment_turn_length"], completion, turns)
+        length = compute_turn_tokens(recipe["environment_turn_length"], completion, turns)
         if turns == 1:
             return Data("episodes", f"{names}; an episode has one turn of at most {length} tokens")
         between = f"{completion - turns * length} of max_completion_length {completion} for messages between turns"
@@ -35,11 +39,11 @@ class EnvironmentRoles(Roles):
             )
 
     def needs_server(self, recipe: Recipe) -> tuple[str, str] | None:
-        """Return the beginning of the error message if there is no vLLM server, and an addition to its fix.
+        """Return the subject of the error for a plan without vLLM server, and an addition to its fix.
 
         Return None unless the base model plays opponents: only a server has it next to the adapter.
         """
-        if any(model == BASE for _, model in model_opponents(recipe.__getitem__)):
+        if any(model == BASE for _, model in list_model_opponents(recipe.__getitem__)):
             return "opponents: base needs", ", or set opponents: policy"
         return None
 

@@ -9,27 +9,29 @@ from datasets import Dataset
 from grpo_recipes.data.problems import Counts
 from grpo_recipes.data.prompts import Prompts
 from grpo_recipes.errors import config_error
-from grpo_recipes.extensions.environments.recipe import environments_of, split_episodes
+from grpo_recipes.extensions.environments.recipe import list_episode_environments, split_episodes
 from grpo_recipes.recipe.configs import ScriptArguments
 
 
-def training_episodes(args: ScriptArguments, seed: int) -> Dataset:
-    """Return ``environment_episodes`` rows with an environment, arguments and a seed derived from the run's seed."""
-    return _episode_rows(args, args.environment_episodes, f"{seed}/", 0)
+def make_training_rows(args: ScriptArguments, seed: int) -> Dataset:
+    """Build a dataset of ``environment_episodes`` rows: environment, arguments, and a seed derived from ``seed``."""
+    return _make_episode_rows(args, args.environment_episodes, f"{seed}/", 0)
 
 
-def evaluation_episodes(args: ScriptArguments) -> Dataset:
-    """Return ``environment_eval_episodes`` rows: equal in every run, and never used for training."""
-    return _episode_rows(args, args.environment_eval_episodes, "", 1)
+def make_evaluation_rows(args: ScriptArguments) -> Dataset:
+    """Build a dataset of ``environment_eval_episodes`` rows: equal in every run, and never used for training."""
+    return _make_episode_rows(args, args.environment_eval_episodes, "", 1)
 
 
-def _episode_rows(args: ScriptArguments, count: int, prefix: str, parity: int) -> Dataset:
-    """Return ``count`` rows, divided among the environments; each seed derives from ``prefix``, environment and index.
+def _make_episode_rows(args: ScriptArguments, count: int, prefix: str, parity: int) -> Dataset:
+    """Build ``count`` rows, divided among the environments; each seed derives from ``prefix``, environment and index.
 
     ``parity`` is 0 for even seeds, to train on, and 1 for odd seeds, to evaluate on, so the two sets differ.
     """
     rows, recipe = [], partial(getattr, args)
-    for (spec, arguments, _), episodes in zip(environments_of(recipe), split_episodes(recipe, count), strict=True):
+    for (spec, arguments, _), episodes in zip(
+        list_episode_environments(recipe), split_episodes(recipe, count), strict=True
+    ):
         for index in range(episodes):
             digest = hashlib.sha256(f"{prefix}{spec}/{index}".encode()).digest()
             seed = (int.from_bytes(digest[:4], "big") >> 2) * 2 + parity
@@ -39,10 +41,10 @@ def _episode_rows(args: ScriptArguments, count: int, prefix: str, parity: int) -
     return Dataset.from_list(rows)
 
 
-def episode_prompts(rows: Dataset, args: ScriptArguments, least: int, title: str = "") -> Prompts:
-    """Return the rows as prompts; ConfigError if there are fewer than ``least``, the number that a step needs."""
+def make_prompts(rows: Dataset, args: ScriptArguments, least: int, title: str = "") -> Prompts:
+    """Wrap a dataset of episodes in Prompts with its counts and title; raise ConfigError if it has < ``least`` rows."""
     if len(rows) < least:
         message = f"{len(rows)} episodes, but one step needs {least}"
         raise config_error("environment_episodes", message, f"set {least} or more")
-    names = ", ".join(spec for spec, _, _ in environments_of(partial(getattr, args)))
+    names = ", ".join(spec for spec, _, _ in list_episode_environments(partial(getattr, args)))
     return Prompts(rows, Counts(read=len(rows)), names, f"{title}{len(rows)} episodes of {names}")

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import Problem
-from grpo_recipes.extensions.environments.libraries import LIBRARIES, library_problems
+from grpo_recipes.extensions.environments.libraries import LIBRARIES, find_library_problems
 from grpo_recipes.extensions.environments.recipe import (
-    environments_of,
-    model_opponents,
+    compute_turn_tokens,
+    list_episode_environments,
+    list_model_opponents,
     split_episodes,
-    turn_tokens,
 )
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.chat_template import find_left_out_part, templates_of
@@ -33,14 +33,14 @@ from grpo_recipes.rollouts.turns import BASE, POLICY
 _TOOL_CLASSES = ("ToolEnv", "MCPEnv", "SandboxEnv", "PythonEnv")  # endings of verifiers' classes with tools
 
 
-def plays(recipe: Recipe) -> bool:
+def uses_environments(recipe: Recipe) -> bool:
     """Return whether a recipe trains on episodes of environments instead of a dataset."""
     return recipe["environment"] is not None or recipe["environment_mixture"] is not None
 
 
 def plays_benchmarks(recipe: Recipe) -> bool:
     """Return whether an environment of a recipe is one of its benchmarks."""
-    return not {spec for spec, _, _ in environments_of(recipe.__getitem__)}.isdisjoint(recipe["benchmarks"])
+    return not {spec for spec, _, _ in list_episode_environments(recipe.__getitem__)}.isdisjoint(recipe["benchmarks"])
 
 
 class Environments(PromptSource):
@@ -54,17 +54,17 @@ class Environments(PromptSource):
     )
 
     def user_code(self, lookup: Lookup) -> list[str]:
-        """Return the places (``file.py:Class``) of the user's own environment classes."""
-        return [spec for spec, _, _ in environments_of(lookup) if spec.partition(":")[0] not in LIBRARIES]
+        """Return the specs (``module:Class`` or ``file.py:Class``) of the user's own environment classes."""
+        return [spec for spec, _, _ in list_episode_environments(lookup) if spec.partition(":")[0] not in LIBRARIES]
 
     def benchmarks(self, lookup: Lookup) -> list[str]:
-        """Return the recipe's environments: their evaluation episodes can be benchmarks."""
-        return [spec for spec, _, _ in environments_of(lookup)]
+        """Return the names of the recipe's environments: their evaluation episodes can be benchmarks."""
+        return [spec for spec, _, _ in list_episode_environments(lookup)]
 
     def benchmark_problem(self, name: str, where: str, lookup: Lookup) -> Problem | None:
-        """Return the problem of a benchmark that is an environment, but not one of the recipe's; None in other cases.
+        """Return a problem if the benchmark ``name`` is a library's environment that the recipe does not have.
 
-        ``where`` is the file and line of the problem.
+        Return None in all other cases, also if the name resembles a known benchmark. ``where`` is the file and line.
         """
         environments = self.benchmarks(lookup)
         if name.partition(":")[0] not in LIBRARIES or name in environments:
@@ -83,13 +83,13 @@ RULES = (
         "environment and environment_mixture can't be combined", "keep one of them"),
     Rule("environment_args", lambda r: r["environment_args"] is not None and not r["environment"],
         "'environment_args' does nothing without environment", "add environment, or set args in the mixture"),
-    Rule("{item}", lambda r: not plays(r)
+    Rule("{item}", lambda r: not uses_environments(r)
         and [key for key in set_by_user(r, "environment_*") if key not in ("environment_args", "environment_mixture")],
         "'{item}' does nothing without environment", "{removal}, or add environment"),
-    Rule("{item}", lambda r: plays(r) and [key for key in set_by_user(r, OF_DATASETS)
+    Rule("{item}", lambda r: uses_environments(r) and [key for key in set_by_user(r, OF_DATASETS)
         if r[key] != catalogue()[key]["default"]],
         "'{item}' does nothing with environment, which provides the prompts", "{removal}"),
-    Rule("reward_funcs", lambda r: plays(r) and r.is_set("reward_funcs")
+    Rule("reward_funcs", lambda r: uses_environments(r) and r.is_set("reward_funcs")
         and [name for name in r["reward_funcs"] if name in rewards() and rewards()[name].reads_answer],
         "reward '{item}' compares with an answer, but episodes have no answer", "remove {item}"),
     Rule("environment_turn_length", lambda r: r["max_completion_length"] is not None
@@ -97,8 +97,8 @@ RULES = (
         "environment_max_turns {environment_max_turns} times environment_turn_length {environment_turn_length} exceeds "
         "max_completion_length {max_completion_length}, the limit of all turns and the messages between them",
         lambda r, _: "raise max_completion_length, or set environment_turn_length: "
-        f"{turn_tokens(None, r['max_completion_length'], r['environment_max_turns'])}"),
-    Rule("environment_max_turns", lambda r: plays(r) and r["max_completion_length"] is not None
+        f"{compute_turn_tokens(None, r['max_completion_length'], r['environment_max_turns'])}"),
+    Rule("environment_max_turns", lambda r: uses_environments(r) and r["max_completion_length"] is not None
         and r["environment_max_turns"] > r["max_completion_length"],
         "environment_max_turns {environment_max_turns} leaves no token for a turn of max_completion_length "
         "{max_completion_length}", "raise max_completion_length"),
@@ -113,10 +113,10 @@ RULES = (
         "environment_credit: per_turn and multi_objective_aggregation {multi_objective_aggregation}, which weighs "
         "whole completions, can't be combined",
         "set multi_objective_aggregation: sum_then_normalize, or environment_credit: all_turns"),
-    Rule("mask_truncated_completions", lambda r: plays(r) and r["mask_truncated_completions"],
+    Rule("mask_truncated_completions", lambda r: uses_environments(r) and r["mask_truncated_completions"],
         "mask_truncated_completions leaves out episodes with a truncated last turn, but not unfinished episodes",
         "{removal}, and set environment_unfinished: unscored to leave out unfinished episodes"),
-    Rule("eval_max_completion_length", lambda r: plays(r) and r["eval_max_completion_length"],
+    Rule("eval_max_completion_length", lambda r: uses_environments(r) and r["eval_max_completion_length"],
         "eval_max_completion_length does nothing with environment: evaluations use max_completion_length", "{removal}"),
 )
 # Keys that do nothing without another key.
@@ -128,8 +128,8 @@ IDLE = (
 # fmt: on
 
 
-def environment_line(recipe: Recipe, index: int, part: str = "id") -> str:
-    """Return file and line of the recipe's environment with this index, or of its ``args`` if ``part`` is "args"."""
+def locate_environment(recipe: Recipe, index: int, part: str = "id") -> str:
+    """Return "file:line" of the recipe's environment with this index, or of its ``args`` if ``part`` is "args"."""
     if recipe["environment"] is not None:
         return recipe.location("environment_args" if part == "args" and recipe["environment_args"] else "environment")
     parts = recipe["environment_mixture"]["environments"][index]
@@ -137,14 +137,14 @@ def environment_line(recipe: Recipe, index: int, part: str = "id") -> str:
     return recipe.location("environment_mixture", "environments", index, inside)
 
 
-def _environments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+def _check_environments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
     """Yield the problems of each environment, and of environments that get no episode to train or evaluate on."""
-    environments = environments_of(recipe.__getitem__)
+    environments = list_episode_environments(recipe.__getitem__)
     if recipe["environment_mixture"] is not None and not environments:
         fix = "add environments: a list of {id, args, weight}"
         yield recipe.problem("environment_mixture", "environment_mixture has no environments", fix)
     for index, (spec, arguments, _) in enumerate(environments):
-        yield from _environment_problems(recipe, index, spec, arguments)
+        yield from _check_environment(recipe, index, spec, arguments)
     evaluation_keys = ["environment_eval_episodes"] if evaluates(recipe) or plays_benchmarks(recipe) else []
     for key in ("environment_episodes", *evaluation_keys):
         for (spec, _, _), episodes in zip(environments, split_episodes(recipe.__getitem__, recipe[key]), strict=True):
@@ -153,9 +153,9 @@ def _environments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Pr
                 yield recipe.problem(key, message, f"raise {key}, or the weight of '{spec}'")
 
 
-def _environment_problems(recipe: Recipe, index: int, spec: str, arguments: dict[str, Any]) -> Iterator[Problem]:
-    """Yield the problems of one environment: name, arguments (of a library), opponents and network."""
-    line, (kind, colon, name) = environment_line(recipe, index), spec.partition(":")
+def _check_environment(recipe: Recipe, index: int, spec: str, arguments: dict[str, Any]) -> Iterator[Problem]:
+    """Yield the problems of one environment: a wrong name or file, a library's arguments, opponents, or no network."""
+    line, (kind, colon, name) = locate_environment(recipe, index), spec.partition(":")
     run = recipe.path.parent
     has_copy = (run / "run.json").exists() and copy_path(spec, run / "rewards").exists()
     if not spec:
@@ -163,14 +163,14 @@ def _environment_problems(recipe: Recipe, index: int, spec: str, arguments: dict
         key = "environment" if recipe["environment"] is not None else "id"
         yield Problem(line, message, f"set {key}: file.py:Class, or an environment of a library, e.g. textarena:Nim-v0")
     elif kind in LIBRARIES:
-        for problem in library_problems(spec, arguments):
+        for problem in find_library_problems(spec, arguments):
             part = problem.where.removeprefix("environment_")
-            yield replace(problem, where=environment_line(recipe, index, part))
+            yield replace(problem, where=locate_environment(recipe, index, part))
         if kind == "textarena" and arguments.get("opponents") == BASE and not serves_base_model(recipe):
             message = "opponents: base needs a vLLM server that has the base model next to the adapter"
             fix = "set opponents: policy"
             fix += ", or add use_peft: true and weight_sync: lora" if starts_server(recipe) else ""
-            yield Problem(environment_line(recipe, index, "args"), message, fix)
+            yield Problem(locate_environment(recipe, index, "args"), message, fix)
     elif not has_copy and (code_problem := spec_problem(spec, line)):
         library = nearest_of(kind.replace("-", "_"), LIBRARIES) if colon else None
         yield replace(code_problem, fix=f"use {library}:{name}") if library else code_problem
@@ -183,9 +183,9 @@ def serves_base_model(recipe: Recipe) -> bool:
     return starts_server(recipe) and bool(recipe["use_peft"]) and recipe["weight_sync"] == "lora"
 
 
-def _arguments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield unknown and missing arguments of the user's own environment classes; the code is not run."""
-    for index, (spec, arguments, _) in enumerate(environments_of(recipe.__getitem__)):
+def _check_arguments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield a problem for each unknown or missing argument of the user's environment classes; the code is not run."""
+    for index, (spec, arguments, _) in enumerate(list_episode_environments(recipe.__getitem__)):
         parameters = None if spec.partition(":")[0] in LIBRARIES else call_parameters(spec)
         if parameters is None:
             continue
@@ -203,9 +203,12 @@ def _arguments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Probl
             yield Problem(line, f"'{spec}' needs the argument '{name}'", f"add {name} to environment_args")
 
 
-def _templates(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield a problem if the chat template leaves out roles or tools that the environments use; downloads nothing."""
-    environments = [(spec, arguments) for spec, arguments, _ in environments_of(recipe.__getitem__)]
+def _check_templates(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield a problem if the chat template is missing, or leaves out roles or tools that the environments use.
+
+    Nothing is downloaded. Without a local copy of the model's template, yield nothing.
+    """
+    environments = [(spec, arguments) for spec, arguments, _ in list_episode_environments(recipe.__getitem__)]
     if not environments:
         return
     template = recipe["chat_template"]
@@ -216,31 +219,34 @@ def _templates(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Probl
     if "default" not in templates:
         yield recipe.problem(key, "the model has no chat template", "add chat_template to the recipe")
         return
-    tools = any(_has_tools(spec) for spec, _ in environments)
-    system = any(_system_prompt(spec, arguments) for spec, arguments in environments)
+    tools = any(_uses_tools(spec) for spec, _ in environments)
+    system = any(_find_system_prompt(spec, arguments) for spec, arguments in environments)
     tool_answers = tools and recipe["environment_max_turns"] > 1
     roles = ["user", "assistant", *["system"] * system, *["tool"] * tool_answers]
     if message := find_left_out_part(templates, roles, tools, recipe["chat_template_kwargs"] or {}):
         yield recipe.problem(key, message, "set a chat_template that renders them")
 
 
-def _system_prompt(spec: str, arguments: Mapping[str, Any]) -> str:
-    """Return the system prompt of a library's environment: the argument, or the class's default, or ""."""
+def _find_system_prompt(spec: str, arguments: Mapping[str, Any]) -> str:
+    """Return the system prompt of an environment of reasoning_gym or verifiers: its argument, or the class's default.
+
+    Return "" if it has none, and for other environments.
+    """
     kind, _, name = spec.partition(":")
     if kind not in ("reasoning_gym", "verifiers"):
         return ""
     default = None
     if kind == "verifiers" and importlib.util.find_spec(kind):
-        from grpo_recipes.extensions.environments.verifiers_tasks import library_class
+        from grpo_recipes.extensions.environments.verifiers_tasks import find_library_class
 
-        environment_class = library_class(name)
+        environment_class = find_library_class(name)
         parameters = inspect.signature(environment_class).parameters if environment_class else {}
         parameter = parameters.get("system_prompt")
         default = parameter.default if parameter else None
     return str(arguments.get("system_prompt", default) or "")
 
 
-def _has_tools(spec: str) -> bool:
+def _uses_tools(spec: str) -> bool:
     """Return whether an environment package of verifiers uses a class with tools; the code is parsed and not run."""
     kind, _, name = spec.partition(":")
     module = name.replace("-", "_").split("/")[-1]
@@ -256,12 +262,12 @@ def _has_tools(spec: str) -> bool:
     return False
 
 
-def _opponents(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield a problem for each benchmark that would need the base model as an opponent."""
-    for spec, model in model_opponents(recipe.__getitem__):
+def _check_benchmark_opponents(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield a problem for each benchmark with the base model as an opponent, because benchmarks can't play it."""
+    for spec, model in list_model_opponents(recipe.__getitem__):
         if spec in recipe["benchmarks"] and model != POLICY:
             message = f"a benchmark can't play '{spec}' against '{model}'"
             yield recipe.problem("benchmarks", message, "set opponents: policy or random, or remove it from benchmarks")
 
 
-CHECKS = (_environments, _arguments, _templates, _opponents)
+CHECKS = (_check_environments, _check_arguments, _check_templates, _check_benchmark_opponents)

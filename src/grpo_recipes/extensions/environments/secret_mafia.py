@@ -20,7 +20,7 @@ _TALK = (
 )
 
 
-def valid_targets(game: Mapping[str, Any], seat: int) -> list[int]:
+def list_valid_targets(game: Mapping[str, Any], seat: int) -> list[int]:
     """Return the players that ``seat`` may target in this phase, as its observation lists them; [] in a discussion."""
     phase, alive, roles = game["phase"].value, game["alive_players"], game["player_roles"]
     if phase == "Day-Discussion":
@@ -32,12 +32,12 @@ def valid_targets(game: Mapping[str, Any], seat: int) -> list[int]:
     return [player for player in alive if player != seat]  # the game accepts the seat itself, but does not list it
 
 
-def action_problem(action: str, game: Mapping[str, Any], seat: int) -> str:
-    """Return why the action is not valid in this phase, or "" if it is valid."""
-    phase, valid = game["phase"].value, valid_targets(game, seat)
+def find_action_problem(action: str, game: Mapping[str, Any], seat: int) -> str:
+    """Return why the action of a seat is not valid in this phase of the game, or "" if it is valid."""
+    phase, valid = game["phase"].value, list_valid_targets(game, seat)
     if phase == "Day-Discussion":
         return "" if action.strip() else "say something in the discussion"
-    targets = _targets_in(action)
+    targets = _parse_targets(action)
     choices = ", ".join(f"[{player}]" for player in valid)
     if len(targets) != 1:
         return f"{phase} takes one target in brackets, not {len(targets)}; valid: {choices}"
@@ -51,7 +51,7 @@ def is_useful(action: str, game: Mapping[str, Any], seat: int) -> bool:
     find a member of the Mafia.
     """
     phase, roles = game["phase"].value, game["player_roles"]
-    targets = _targets_in(action)
+    targets = _parse_targets(action)
     if len(targets) != 1 or targets[0] not in game["alive_players"]:  # only talk; other valid actions have one target
         return False
     if phase == "Night-Doctor":
@@ -59,7 +59,7 @@ def is_useful(action: str, game: Mapping[str, Any], seat: int) -> bool:
     return bool((roles[targets[0]] == "Mafia") != (roles[seat] == "Mafia"))
 
 
-def messages_today(observations: Iterable[Sequence[Any]]) -> list[str]:
+def list_messages_today(observations: Iterable[Sequence[Any]]) -> list[str]:
     """Return the players' messages since the last daybreak.
 
     ``observations`` are (sender, text, kind) that a seat received; the sender of the game's messages is -1.
@@ -71,10 +71,11 @@ def messages_today(observations: Iterable[Sequence[Any]]) -> list[str]:
     return messages
 
 
-def known_sides(game: Mapping[str, Any], seat: int, observations: Iterable[Sequence[Any]]) -> dict[int, bool]:
-    """Return player -> whether it is of the Mafia, for the players that the seat knows: its team, or investigated ones.
+def find_known_sides(game: Mapping[str, Any], seat: int, observations: Iterable[Sequence[Any]]) -> dict[int, bool]:
+    """Return whether a player is of the Mafia, by player, for the players that the seat knows.
 
-    ``observations`` are all (sender, text, kind) that the seat received.
+    A seat of the Mafia knows all. Others know players that the game's messages in ``observations`` report. These are
+    (sender, text, kind).
     """
     roles = game["player_roles"]
     if roles[seat] == "Mafia":
@@ -83,45 +84,50 @@ def known_sides(game: Mapping[str, Any], seat: int, observations: Iterable[Seque
     return {int(player): not negation for text in reports for player, negation in _INVESTIGATED.findall(text)}
 
 
-def brief_observation(game: Mapping[str, Any], seat: int, observations: Sequence[Sequence[Any]]) -> str:
+def format_brief_observation(game: Mapping[str, Any], seat: int, observations: Sequence[Sequence[Any]]) -> str:
     """Return the seat's knowledge in one line: phase, role, living players by side, players named today, targets."""
-    alive, phase, sides = game["alive_players"], game["phase"].value, known_sides(game, seat, observations)
+    alive, phase, sides = game["alive_players"], game["phase"].value, find_known_sides(game, seat, observations)
     by_others = [observation for observation in observations if observation[0] != seat]
-    messages = messages_today(by_others) if phase.startswith("Day") else []
-    mentioned = {player for text in messages for player in _targets_in(text)}
+    messages = list_messages_today(by_others) if phase.startswith("Day") else []
+    mentioned = {player for text in messages for player in _parse_targets(text)}
     lists = {
         "Mafia": [player for player in alive if sides.get(player) is True],
         "Not Mafia": [player for player in alive if sides.get(player) is False],
         "Named today": [player for player in alive if player in mentioned],
-        "Valid": [f"[{player}]" for player in valid_targets(game, seat)],
+        "Valid": [f"[{player}]" for player in list_valid_targets(game, seat)],
     }
     lists |= {} if lists["Valid"] else {"Alive": alive}
     parts = [f"{name}: {' '.join(map(str, players))}" for name, players in lists.items() if players]
     return ". ".join([f"{phase}. You are Player {seat}, {game['player_roles'][seat]}", *parts])
 
 
-def planned_action(game: Mapping[str, Any], seat: int, sides: Mapping[int, bool], generator: random.Random) -> str:
-    """Return the action of a player with a plan that knows whether the players in ``sides`` are of the Mafia.
+def choose_planned_action(
+    game: Mapping[str, Any], seat: int, sides: Mapping[int, bool], generator: random.Random
+) -> str:
+    """Choose a target for a seat that knows whether the players in ``sides`` are of the Mafia; return e.g. "[3]".
 
-    By day, and by night as the Mafia, it targets a known opponent, otherwise a player of unknown side.
+    It is a known opponent if there is one, else a player of unknown side, else any other player. A detective at night
+    prefers players of unknown side.
     """
     opponents_are_mafia = game["player_roles"][seat] != "Mafia"
     investigates = game["phase"].value == "Night-Detective"
-    candidates = [player for player in valid_targets(game, seat) or game["alive_players"] if player != seat]
+    candidates = [player for player in list_valid_targets(game, seat) or game["alive_players"] if player != seat]
     opponents = [player for player in candidates if sides.get(player) is opponents_are_mafia and not investigates]
     return f"[{generator.choice(opponents or [player for player in candidates if player not in sides] or candidates)}]"
 
 
-def random_action(game: Mapping[str, Any], seat: int, generator: random.Random, messages: Sequence[str] = ()) -> str:
-    """Return a random valid action; a vote goes to one of the players that most of the ``messages`` name."""
-    targets = [player for player in valid_targets(game, seat) if player != seat]
+def choose_random_action(
+    game: Mapping[str, Any], seat: int, generator: random.Random, messages: Sequence[str] = ()
+) -> str:
+    """Return a random valid action; a vote goes to one of the players that appear in the most ``messages``."""
+    targets = [player for player in list_valid_targets(game, seat) if player != seat]
     if targets and game["phase"].value == "Day-Voting":
-        mentions = Counter(player for text in messages for player in set(_targets_in(text)))
+        mentions = Counter(player for text in messages for player in set(_parse_targets(text)))
         most = max(mentions[player] for player in targets)
         targets = [player for player in targets if mentions[player] == most]
     return f"[{generator.choice(targets)}]" if targets else generator.choice(_TALK)
 
 
-def _targets_in(text: str) -> list[int]:
-    """Return the numbers of the players that a text names in brackets."""
+def _parse_targets(text: str) -> list[int]:
+    """Return the numbers of the players in brackets in a text, e.g. 3 for "[Player 3]"."""
     return [int(player) for player in _TARGET.findall(text)]

@@ -1,4 +1,4 @@
-"""Make the smoke model of SecretMafia; takes one to two minutes.
+"""Train the small test model that plays SecretMafia; takes one to two minutes.
 
     python -m grpo_recipes.extensions.environments.smoke_games OUT_DIR
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 
-def _games(tokenizer: PreTrainedTokenizerFast, seed: int) -> list[tuple[list[int], list[int]]]:
-    """Return (tokens, labels) of scripted games of SecretMafia; the labels mask the game's messages with -100."""
+def _make_games(tokenizer: PreTrainedTokenizerFast, seed: int) -> list[tuple[list[int], list[int]]]:
+    """Play SecretMafia with scripted moves; return (tokens, labels) of each game, with label -100 for game messages."""
     game, rng = Game("SecretMafia-v0", smoke.MAFIA_GAME), random.Random(seed)
     examples = []
     for game_seed in range(smoke.MAFIA_GAMES):
         turn, ids, labels = game.reset(game_seed), list[int](), list[int]()
         while not turn.done:
-            action = game.scripted_move(rng)
+            action = game.choose_scripted_move(rng)
             text = tokenizer.apply_chat_template(turn.messages, add_generation_prompt=True, tokenize=False)
             prompt_ids: list[int] = tokenizer(text).input_ids
             action_ids: list[int] = tokenizer(action + smoke.END).input_ids
@@ -38,13 +38,13 @@ def _games(tokenizer: PreTrainedTokenizerFast, seed: int) -> list[tuple[list[int
 
 
 def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, phases: smoke.Phases) -> None:
-    """Train the model in place on the moves of scripted games, then flatten its distribution.
+    """Train the model in place on the moves of scripted games, then divide its logits by ``MAFIA_TEMPERATURE``.
 
     Each phase is (steps, games per step, unused, learning rate, weight decay).
     """
     import torch
 
-    rng, games = random.Random(seed), _games(tokenizer, seed)
+    rng, games = random.Random(seed), _make_games(tokenizer, seed)
     for steps, copies, _, lr, weight_decay in phases:
         optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=weight_decay)
         for step in range(steps):

@@ -25,7 +25,7 @@ _LIVE: dict[str, "_LiveEpisode"] = {}  # episodes of the current generation, by 
 
 @dataclass
 class _LiveEpisode:
-    """An episode that this process plays."""
+    """An episode with its environment in this child process."""
 
     spec: str
     environment: Environment
@@ -33,8 +33,8 @@ class _LiveEpisode:
     turn: str = ""  # the last turn, as JSON
 
     def step(self, action: str) -> None:
-        """Play an action; store the answer as JSON in ``turn``."""
-        self.turn = _as_json(self.environment.step(action))
+        """Send an action to the environment; store its answer as JSON in ``turn``, and append the action."""
+        self.turn = _serialize_turn(self.environment.step(action))
         self.actions.append(action)
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ def play(
     completions: Sequence[list[str]], environment: Sequence[str], arguments: Sequence[str], seed: Sequence[int],
     episode: Sequence[str], last_digest: Sequence[str],
 ) -> list[str]:  # fmt: skip
-    """Return the next turn of each episode as JSON, for ``parse_turn``.
+    """Play the next turn of each episode; return each turn as JSON, for ``parse_turn``.
 
     ``completions`` are the policy's actions so far, ``arguments`` the environment's arguments as JSON, ``episode``
     the names of generation and row, and ``last_digest`` the digest of the previous turn.
@@ -62,20 +62,20 @@ play.converts = lambda text: Score(text)  # type: ignore[attr-defined]  # a text
 
 
 def _play_turn(actions: list[str], spec: str, arguments: str, seed: int, name: str, last_digest: str) -> str:
-    """Return the environment's answer to the last of ``actions``, as JSON, or its first turn if there are none.
+    """Send the last of ``actions`` to the environment and return its answer as JSON; without actions, reset it.
 
-    If the environment is not in this process, earlier actions are replayed; RuntimeError if their result differs. The
-    environment is closed when the episode ends or raises.
+    If the environment is not in this process, reset it and replay the earlier actions. Raise RuntimeError if their
+    result differs from ``last_digest``. The environment is closed when the episode ends or raises.
     """
     _close_stale(name, actions)
     episode = _LIVE.pop(name, None) or _LiveEpisode(spec, load_environment(spec, json.loads(arguments)))
     with contextlib.ExitStack() as at_end:
         at_end.callback(episode.close)
         if not episode.turn:
-            episode.turn = _as_json(episode.environment.reset(seed), episode.environment.tools)
+            episode.turn = _serialize_turn(episode.environment.reset(seed), episode.environment.tools)
             for action in actions[:-1]:
                 episode.step(action)
-            if actions and digest(episode.turn) != last_digest:
+            if actions and hash_turn(episode.turn) != last_digest:
                 raise RuntimeError("the environment does not repeat itself from its seed and the same actions")
         if actions:
             episode.step(actions[-1])
@@ -97,8 +97,8 @@ def _close_stale(name: str, actions: list[str]) -> None:
             _LIVE.pop(other).close()
 
 
-def _as_json(turn: Turn, tools: Sequence[dict[str, Any]] = ()) -> str:
-    """Return a turn as JSON for ``parse_turn``; ValueError if it is too long or has characters without a UTF-8 form."""
+def _serialize_turn(turn: Turn, tools: Sequence[dict[str, Any]] = ()) -> str:
+    """Return a turn with its tools as JSON; raise ValueError if it is too long or has characters without UTF-8 form."""
     fields = {**asdict(turn), "tools": list(tools)}
     text = json.dumps(fields)
     json.dumps(fields, ensure_ascii=False).encode()  # UnicodeEncodeError for lone surrogates: no tokenizer accepts them
@@ -108,13 +108,13 @@ def _as_json(turn: Turn, tools: Sequence[dict[str, Any]] = ()) -> str:
 
 
 def parse_turn(text: str) -> Turn:
-    """Return the turn that ``play`` wrote as JSON; ValueError or TypeError if the text is not a turn."""
+    """Parse the JSON of a turn that ``play`` wrote; raise ValueError or TypeError if the text is not a turn."""
     turn = Turn(**json.loads(text))
     if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in turn.messages):
         raise ValueError("messages without role and content")
     return turn
 
 
-def digest(text: str) -> str:
+def hash_turn(text: str) -> str:
     """Return a short hash of a turn's JSON; a replayed episode must have the same hash."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
 """Environments of the library ``verifiers``: its own rollout and rubric, with the policy's text as the model's answer.
 
-The library's ``rollout`` requests each completion from an OpenAI client. Our client waits for the text of the next
-``step``. Prompts, stops, tools and scores therefore equal the library's own evaluation.
+The library's ``rollout`` requests each completion from an OpenAI client. Here, the client waits for the text of the
+next ``step``. Prompts, stops, tools and scores therefore equal the library's own evaluation.
 """
 
 import asyncio
@@ -28,24 +28,24 @@ class VerifiersTask(Environment):
 
     def __init__(self, name: str, args: Mapping[str, Any]):
         self._env = _load_environment(name, json.dumps(args, sort_keys=True))
-        self._noise, self._loop = Noise(), _event_loop()
+        self._noise, self._loop = Noise(), _get_event_loop()
         self._rollout: asyncio.Task[Any] | None = None
         self.tools: list[dict[str, Any]] = []
         self._conversation: list[Message] = []  # messages up to the last turn
 
     def reset(self, seed: int) -> Turn:
-        """Start a rollout of the row of this seed, and return the messages of its first request."""
+        """Start a rollout of this seed's dataset row, and return a turn with the messages of its first request."""
         self._noise.seed("verifiers", seed)
         self._policy, self._conversation = _PolicyClient(), []
-        self._rollout = self._loop.create_task(self._play(self._row(seed)))
-        return self._until_request()
+        self._rollout = self._loop.create_task(self._run_rollout(self._find_row(seed)))
+        return self._run_until_request()
 
     def step(self, action: str) -> Turn:
         """Answer the rollout's request with the policy's text, and run it to its next request or its score."""
-        answer = _completion(action, bool(self.tools))
+        answer = _parse_completion(action, bool(self.tools))
         self._conversation.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
         self._policy.answers.put_nowait(answer)
-        return self._until_request()
+        return self._run_until_request()
 
     def close(self) -> None:
         """Cancel an unfinished rollout, so that the library cleans up; do nothing without one."""
@@ -53,30 +53,33 @@ class VerifiersTask(Environment):
             with self._noise.running():
                 self._cancel(self._rollout)
 
-    def _row(self, seed: int) -> dict[str, Any]:
-        """Return the dataset row of this seed: from the evaluation set for odd seeds, which a run does not train on."""
+    def _find_row(self, seed: int) -> dict[str, Any]:
+        """Return the dataset row of a seed: for even seeds to train on, for odd seeds from the evaluation rows."""
         train, evaluation = self._env.build_dataset() or [], self._env.build_eval_dataset() or []
         if train and evaluation:
             rows = evaluation if seed % 2 else train
             return dict(rows[derive_seed("row", seed) % len(rows)])
         rows = train or evaluation
-        return dict(rows[row_index(seed, len(rows), bool(seed % 2))])
+        return dict(rows[choose_row_index(seed, len(rows), bool(seed % 2))])
 
-    async def _play(self, row: dict[str, Any]) -> Any:
+    async def _run_rollout(self, row: dict[str, Any]) -> Any:
         """Run the library's rollout of a row and score it; return its final state."""
         state = await self._env.rollout(row, self._policy, "policy", {})
         await self._env.rubric.score_rollout(state)
         return state
 
-    def _until_request(self) -> Turn:
-        """Run the library until it requests a completion; return its messages, or the last turn with the reward."""
+    def _run_until_request(self) -> Turn:
+        """Run the rollout until it requests a completion or ends.
+
+        Return a turn with the new messages, or the last turn with reward, metrics, stop condition and error.
+        """
         assert self._rollout is not None
         with self._noise.running():
             request = self._loop.create_task(self._policy.prompts.get())
             self._loop.run_until_complete(asyncio.wait({request, self._rollout}, return_when=asyncio.FIRST_COMPLETED))
         if request.done():
             messages, tools = request.result()
-            return self._turn(messages, tools)
+            return self._read_new_messages(messages, tools)
         self._cancel(request)
         state = self._rollout.result()
         info: dict[str, float | str] = {name: float(value) for name, value in state["metrics"].items()}
@@ -86,14 +89,17 @@ class VerifiersTask(Environment):
         return Turn([], float(state["reward"]), True, info)
 
     def _cancel(self, task: asyncio.Task[Any]) -> None:
-        """Cancel a task and wait until it has ended."""
+        """Cancel an asyncio task and wait until it has ended."""
         task.cancel()
         self._loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
 
-    def _turn(self, messages: list[Any], tools: list[dict[str, Any]]) -> Turn:
-        """Return the messages that a request adds to the conversation; ConfigError if it changed earlier messages."""
+    def _read_new_messages(self, messages: list[Any], tools: list[dict[str, Any]]) -> Turn:
+        """Return a turn with the messages that a request adds to the conversation, and store conversation and tools.
+
+        Raise ConfigError if the request changed earlier messages.
+        """
         self.tools = tools
-        conversation = [_as_message(message) for message in messages]
+        conversation = [_convert_message(message) for message in messages]
         old = self._conversation
         same_roles = [message["role"] for message in conversation[: len(old)]] == [message["role"] for message in old]
         if not same_roles or any(
@@ -108,42 +114,48 @@ class VerifiersTask(Environment):
 
 
 @functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """Return this process's event loop: it keeps files open, and an environment's clients are bound to one loop."""
+def _get_event_loop() -> asyncio.AbstractEventLoop:
+    """Create this process's event loop at the first call; return the same loop later.
+
+    A loop keeps files open, and an environment's clients are bound to one loop.
+    """
     return asyncio.new_event_loop()
 
 
 @functools.cache
 def _load_environment(name: str, arguments: str) -> Any:
-    """Return the library's environment; cached, since it serves many rollouts and builds its dataset once.
+    """Load an environment of verifiers; cached, because it serves many rollouts and builds its dataset once.
 
-    ConfigError if it can't be loaded, has no chat prompts, or scores several rollouts together.
+    Raise ConfigError if it can't be loaded, has no chat prompts, or scores several rollouts together.
     """
     import verifiers
 
     # The library sets signal handlers that end the process. Random draws here must be equal in every process.
     with _keep_signal_handlers(), seeded_noise("verifiers", name, arguments):
         try:
-            environment_class, args = library_class(name), json.loads(arguments)
+            environment_class, args = find_library_class(name), json.loads(arguments)
             env = environment_class(**args) if environment_class else verifiers.load_environment(name, **args)
         except (ValueError, RuntimeError, TypeError) as error:
             message = f"'verifiers:{name}' can't be loaded ({' '.join(str(error).split())})"
             module = name.replace("-", "_")
             fix = "correct environment_args"
-            if not library_class(name):
+            if not find_library_class(name):
                 fix = f"install its package into the Python environment, or {fix} (module {module})"
             raise config_error("environment", message, fix) from error
     if not isinstance(env, (verifiers.MultiTurnEnv, verifiers.EnvGroup)) or env.message_type != "chat":
         fix = "use an environment with lists of messages as prompts"
         raise config_error("environment", f"'verifiers:{name}' is not a chat environment", fix)
-    if names := _group_functions(env.rubric):
+    if names := _list_group_functions(env.rubric):
         message = f"'verifiers:{name}' scores several rollouts together ({', '.join(names)})"
         raise config_error("environment", message, "use an environment that scores each rollout separately")
     return env
 
 
-def row_index(seed: int, rows: int, held_out: bool) -> int:
-    """Return the index of a seed's dataset row; with ten or more rows, every tenth row is held out of training."""
+def choose_row_index(seed: int, rows: int, held_out: bool) -> int:
+    """Return the index of a seed's dataset row, from 0 to ``rows`` - 1.
+
+    With ten or more rows, every tenth row is held out: only ``held_out`` seeds get it. With fewer, all rows are shared.
+    """
     number, tenths = derive_seed("row", seed), rows // _HELD_OUT
     if not tenths:
         return number % rows
@@ -153,8 +165,8 @@ def row_index(seed: int, rows: int, held_out: bool) -> int:
     return training_index + training_index // (_HELD_OUT - 1)
 
 
-def library_class(name: str) -> Any:
-    """Return the environment class of this name in verifiers itself, or None."""
+def find_library_class(name: str) -> Any:
+    """Return the environment class that verifiers itself exports under this name, or None if there is none."""
     import verifiers
 
     member = getattr(verifiers, name, None) if name in verifiers.__all__ else None
@@ -175,8 +187,8 @@ class _PolicyClient:
         return await self.answers.get()
 
 
-def _completion(text: str, tools: bool) -> Any:
-    """Return the text as a completion of OpenAI's client, with ``<tool_call>{...}</tool_call>`` parsed as a tool call.
+def _parse_completion(text: str, tools: bool) -> Any:
+    """Convert a text to an OpenAI ``ChatCompletion``; if ``tools``, parse ``<tool_call>{...}</tool_call>`` in it.
 
     If the JSON of a call is wrong, the whole text becomes content, and the environment sees no call.
     """
@@ -197,8 +209,8 @@ def _completion(text: str, tools: bool) -> Any:
     )
 
 
-def _as_message(message: Mapping[str, Any]) -> Message:
-    """Return a message of OpenAI's client as role and text; ConfigError if it contains images or sound."""
+def _convert_message(message: Mapping[str, Any]) -> Message:
+    """Convert an OpenAI message to role and text; raise ConfigError if it contains images or sound."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         if any(part.get("type") != "text" for part in content):
@@ -207,16 +219,16 @@ def _as_message(message: Mapping[str, Any]) -> Message:
     return {"role": message["role"], "content": content}
 
 
-def _group_functions(rubric: Any) -> list[str]:
-    """Return the names of a rubric's reward functions that score several rollouts together."""
+def _list_group_functions(rubric: Any) -> list[str]:
+    """Return the names of reward functions that score several rollouts together, in a rubric and its nested rubrics."""
     parts = [*getattr(rubric, "rubrics", []), *(env.rubric for env in getattr(rubric, "env_map", {}).values())]
-    names = [name for part in parts for name in _group_functions(part)]
+    names = [name for part in parts for name in _list_group_functions(part)]
     return [*rubric._get_group_reward_func_names(), *names]
 
 
 @contextlib.contextmanager
 def _keep_signal_handlers() -> Iterator[None]:
-    """Restore the handlers of SIGINT and SIGTERM after the block."""
+    """Restore the handlers of SIGINT and SIGTERM after the ``with`` block."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
