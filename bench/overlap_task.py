@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset, load_dataset
 
 from grpo_recipes import smoke
-from grpo_recipes.extensions.problems.modebench.dataset import Settings, problem_of, right_answers, rows
+from grpo_recipes.extensions.problems.modebench.dataset import Settings, list_right_answers, make_rows, parse_problem
 from grpo_recipes.extensions.problems.rewards import modebench
 from grpo_recipes.rewards.functions import pure_accuracy_math
 
@@ -47,7 +47,7 @@ def sums(cache: Path) -> Task:
 
 def countdown(cache: Path) -> Task:
     """Return problems of ``modebench:countdown`` with its verifier; the prompt is short, as the model is of bytes."""
-    train = rows("modebench:countdown", "train", SETTINGS)
+    train = make_rows("modebench:countdown", "train", SETTINGS)
     key = hashlib.sha256(repr((VERSION, asdict(SETTINGS), WRONG_SHARE, STEPS, COPIES, RATE)).encode()).hexdigest()[:12]
     folder = cache / f"overlap-countdown-{key}"
     if not folder.exists():
@@ -66,13 +66,13 @@ def _chat(text: str) -> list[dict[str, str]]:
 
 
 def _prompt(answer: str) -> str:
-    problem = problem_of(answer)
+    problem = parse_problem(answer)
     return f"{' '.join(map(str, problem['numbers']))}={problem['target']}"
 
 
 def _any_expression(answer: str, rng: random.Random) -> str:
     """Return a well-formed expression of the numbers, which is seldom right."""
-    first, second, third = rng.sample(list(map(str, problem_of(answer)["numbers"])), 3)
+    first, second, third = rng.sample(list(map(str, parse_problem(answer)["numbers"])), 3)
     operator, second_operator = rng.choices("+-*/", k=2)
     return rng.choice(
         [f"{first}{operator}{second}{second_operator}{third}", f"({first}{operator}{second}){second_operator}{third}"]
@@ -87,7 +87,7 @@ def _pretrain(answers: list[str], folder: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), RATE)
     prompts = [tokenizer.apply_chat_template(_chat(_prompt(answer)), add_generation_prompt=True) for answer in answers]
     prompts = [prompt["input_ids"] if not isinstance(prompt, list) else prompt for prompt in prompts]
-    right_by_problem = [right_answers(answer) for answer in answers]
+    right_by_problem = [list_right_answers(answer) for answer in answers]
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     for step in range(STEPS):
         chosen = [place for place in range(len(answers)) for _ in range(COPIES)]

@@ -22,7 +22,7 @@ from multi_answer_task import METRICS, Task, made_once, scores
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from grpo_recipes import smoke
-from grpo_recipes.extensions.problems.modebench.dataset import Settings, problem_of, right_answers, rows
+from grpo_recipes.extensions.problems.modebench.dataset import Settings, list_right_answers, make_rows, parse_problem
 from grpo_recipes.extensions.problems.modebench.graph_coloring import COLORS, HIDDEN
 from grpo_recipes.extensions.problems.rewards import modebench
 
@@ -72,9 +72,9 @@ def split(draw: int = 0) -> Split:
     settings = Settings(**asdict(SETTINGS) | {"seed": draw})
     known: set[object] = set()
     found = []
-    made = [row for part in ("test", "train") for row in rows("modebench:graph_coloring", part, settings)]
+    made = [row for part in ("test", "train") for row in make_rows("modebench:graph_coloring", part, settings)]
     for row in made:
-        same = {prompt(row["answer"]), repr(problem_of(row["answer"])["edges"])}
+        same = {prompt(row["answer"]), repr(parse_problem(row["answer"])["edges"])}
         if not same & known:
             known |= same
             found.append(row["answer"])
@@ -89,7 +89,7 @@ def prompt(answer: str) -> str:
     which hidden vertices before it are its neighbours (1 for the one just before, 2 for the second before, then 4 and
     8), in hexadecimal.
     """
-    problem = problem_of(answer)
+    problem = parse_problem(answer)
     hidden = [vertex for vertex, color in enumerate(problem["partial"], 1) if color == HIDDEN]
     edges = {frozenset(edge) for edge in problem["edges"]}
     text = ""
@@ -112,7 +112,7 @@ class Measure:
     """
 
     def __init__(self, problems: Sequence[str]):
-        right = [right_answers(one) for one in problems]
+        right = [list_right_answers(one) for one in problems]
         self._counts = list(map(len, right))
         self._ids_BT = encoded([(one, text) for one, of_one in zip(problems, right, strict=True) for text in of_one])
 
@@ -144,7 +144,7 @@ def encoded(pairs: Sequence[tuple[str, str]]) -> torch.Tensor:
 
 def guesser_scores(problems: Sequence[str]) -> dict[str, dict[str, float]]:
     """Return the metrics of guessers that have learned nothing about single graphs, and of the best there can be."""
-    right = [right_answers(one) for one in problems]
+    right = [list_right_answers(one) for one in problems]
     constant = max(ANSWERS, key=lambda answer: sum(answer in of_one for of_one in right))
     allowed = [math.prod(3 - int(shown).bit_count() or 3 for shown in prompt(one)[::2]) for one in problems]
     return {
@@ -159,7 +159,7 @@ def guesser_scores(problems: Sequence[str]) -> dict[str, dict[str, float]]:
 
 def seen(answer: str, plan: Pretraining) -> list[float]:
     """Return the probability of each of ``ANSWERS`` in the pre-training on a problem."""
-    right = set(right_answers(answer))
+    right = set(list_right_answers(answer))
     weights = [math.prod(plan.preference[int(color) - 1] for color in text) for text in ANSWERS]
     total = math.fsum(weight for weight, text in zip(weights, ANSWERS, strict=True) if text in right)
     wrong = plan.wrong_share / (len(ANSWERS) - len(right))

@@ -14,7 +14,7 @@ import torch
 from bench.scripts import script
 from transformers import AutoModelForCausalLM
 
-from grpo_recipes.extensions.problems.modebench.dataset import problem_of, right_answers
+from grpo_recipes.extensions.problems.modebench.dataset import list_right_answers, parse_problem
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,8 @@ def test_no_graph_and_no_prompt_is_in_two_parts(bench: ModuleType) -> None:
     assert (len(parts.trained), len(parts.held_out)) == (24, 24) and len(parts.others) > 3800
     every = [*parts.trained, *parts.held_out, *parts.others]
     assert len({bench.prompt(problem) for problem in every}) == len(every)
-    assert len({repr(problem_of(problem)["edges"]) for problem in every}) == len(every)
-    assert all(4 <= len(right_answers(problem)) <= 12 for problem in every)
+    assert len({repr(parse_problem(problem)["edges"]) for problem in every}) == len(every)
+    assert all(4 <= len(list_right_answers(problem)) <= 12 for problem in every)
 
 
 def test_a_draw_is_the_same_each_time_and_changes_every_part(bench: ModuleType) -> None:
@@ -50,12 +50,12 @@ def test_the_prompt_says_all_that_the_answer_needs(bench: ModuleType) -> None:
             if not any(shown[i] >> int(answer[i]) - 1 & 1 for i in range(5))
             and not any(before[i] >> i - j - 1 & 1 and answer[i] == answer[j] for i in range(5) for j in range(i))
         ]
-        assert fitting == right_answers(problem)
+        assert fitting == list_right_answers(problem)
 
 
 def test_metrics_are_those_of_many_samples_of_a_fixed_table(bench: ModuleType) -> None:
     table, end = [[0.5, 0.3, 0.2], [0.1, 0.1, 0.8], [0.4, 0.5, 0.1], [0.2, 0.6, 0.2], [0.3, 0.3, 0.4]], 0.9
-    problem = max(bench.split(0).trained, key=lambda candidate: len(right_answers(candidate)))
+    problem = max(bench.split(0).trained, key=lambda candidate: len(list_right_answers(candidate)))
     chances = {
         text: end * math.prod(row[int(color) - 1] for row, color in zip(table, text, strict=True))
         for text in bench.ANSWERS
@@ -99,7 +99,7 @@ def test_the_right_share_is_what_a_model_samples_and_the_reward_takes(bench: Mod
     model = bench.smoke.build_model(tokenizer)
     parts, plan = bench.split(0), bench.Pretraining(steps=25, batch=64)
     bench.pretrain(model, tokenizer, parts.others[:200], plan)
-    problem = max(parts.trained, key=lambda candidate: len(right_answers(candidate)))
+    problem = max(parts.trained, key=lambda candidate: len(list_right_answers(candidate)))
     prompt = bench.encoded([(problem, "11111")])[:, :-6]
     sampled = model.generate(prompt, do_sample=True, max_new_tokens=6, num_return_sequences=3000, top_k=0)
     texts = tokenizer.batch_decode(sampled[:, prompt.shape[1] :], skip_special_tokens=True)
@@ -112,7 +112,7 @@ def test_the_pretraining_shows_wrong_answers_and_some_right_ones_more_often(benc
     problem = bench.split(0).others[0]
     plan = bench.Pretraining(wrong_share=0.25, preference=(0.5, 0.3, 0.2))
     shares = dict(zip(bench.ANSWERS, bench.seen(problem, plan), strict=True))
-    right = right_answers(problem)
+    right = list_right_answers(problem)
     assert math.isclose(sum(shares.values()), 1) and math.isclose(sum(shares[text] for text in right), 0.75)
     weights = {text: math.prod({"1": 5, "2": 3, "3": 2}[color] for color in text) for text in right}
     assert len(set(weights.values())) > 2
@@ -124,10 +124,10 @@ def test_the_pretraining_shows_wrong_answers_and_some_right_ones_more_often(benc
 def test_guessers(bench: ModuleType) -> None:
     problem = bench.split(0).trained[0]
     scores = bench.guesser_scores([problem])
-    right, partial = right_answers(problem), problem_of(problem)["partial"]
+    right, partial = list_right_answers(problem), parse_problem(problem)["partial"]
     rng, hits = random.Random(0), 0
     near = {vertex: set() for vertex, color in enumerate(partial, 1) if color == "?"}
-    for first, second in problem_of(problem)["edges"]:
+    for first, second in parse_problem(problem)["edges"]:
         for vertex, neighbor in ((first, second), (second, first)):
             if vertex in near:
                 near[vertex].add(partial[neighbor - 1])
@@ -152,7 +152,7 @@ def test_the_model_is_made_once_and_depends_on_draw_and_plan(bench: ModuleType, 
     changed_models = [bench.pretrained(tmp_path / "one", *changed) for changed in ((1, plan), (0, longer))]
     assert all(not torch.equal(_weights(task.model), _weights(model)) for model in changed_models)
     assert list(task.dataset["answer"]) == list(bench.split(0).trained)
-    completions = [[{"content": right_answers(answer)[0]}] for answer in task.dataset["answer"]]
+    completions = [[{"content": list_right_answers(answer)[0]}] for answer in task.dataset["answer"]]
     assert task.reward(completions, task.dataset["answer"])
     model = AutoModelForCausalLM.from_pretrained(task.model)
     assert {name: 0 < part(model)["pass@8"] < 0.5 for name, part in task.parts.items()} == {

@@ -64,9 +64,9 @@ def test_terms_that_do_not_add_up_are_visible(tmp_path: Path, model: str, monkey
     trained(tmp_path, model, monkeypatch)
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     args = SimpleNamespace(beta=0.1, entropy_coef=0.01)
-    right = iterations.train_metrics(0, rows, args)
+    right = iterations.compute_train_metrics(0, rows, args)
     assert right["loss_pg"] + right["loss_kl"] + right["loss_entropy"] == pytest.approx(right["loss_total"], abs=1e-6)
-    wrong = iterations.train_metrics(0, [{**row, "kl": row["kl"] + 1.0} for row in rows], args)
+    wrong = iterations.compute_train_metrics(0, [{**row, "kl": row["kl"] + 1.0} for row in rows], args)
     assert wrong["loss_pg"] == right["loss_pg"]
     assert abs(wrong["loss_pg"] + wrong["loss_kl"] + wrong["loss_entropy"] - wrong["loss_total"]) > 0.05
 
@@ -89,7 +89,9 @@ def test_the_policy_gradient_term_is_the_loss_of_a_run_without_the_others(
 
 def test_a_term_that_is_off_is_zero_and_not_minus_zero() -> None:
     """M20: loss_entropy was -0.0 without an entropy bonus."""
-    metrics = iterations.train_metrics(0, [{"step": 1, "entropy": 0.5}], SimpleNamespace(beta=0.0, entropy_coef=0.0))
+    metrics = iterations.compute_train_metrics(
+        0, [{"step": 1, "entropy": 0.5}], SimpleNamespace(beta=0.0, entropy_coef=0.0)
+    )
     assert [math.copysign(1, metrics[name]) for name in ("loss_kl", "loss_entropy")] == [1.0, 1.0]
     assert math.copysign(1, to_json_number(-0.0)) == 1.0
 
@@ -148,7 +150,7 @@ def test_a_continued_run_writes_what_an_uninterrupted_one_does(
 
 def test_an_evaluation_has_the_names_of_its_definitions() -> None:
     row = {"step": 4, "eval_reward": 0.5, "eval_pass@1": 0.25, "eval_mean@4": 0.5, "eval_runtime": 3.0, "prompts": 8}
-    assert iterations.eval_metrics(row) == {"reward": 0.5, "pass@1": 0.25, "mean@4": 0.5, "prompts": 8}
+    assert iterations.select_eval_metrics(row) == {"reward": 0.5, "pass@1": 0.25, "mean@4": 0.5, "prompts": 8}
 
 
 def test_in_a_sweep_they_lie_inside_each_run(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:

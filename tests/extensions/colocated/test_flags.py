@@ -56,7 +56,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def refused(*arguments: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        colocated.read(list(arguments))
+        colocated.read_launch(list(arguments))
     return [str(problem) for problem in caught.value.problems]
 
 
@@ -68,8 +68,8 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 
 def test_gpus_are_training_processes_with_vllm_inside(machine, capsys) -> None:
     machine(4)
-    assert colocated.read([]).options.words() == [*OURS, "1"]
-    assert colocated.read(["--gpus", "4"]).options.words() == [*OURS, "4"]
+    assert colocated.read_launch([]).options.words() == [*OURS, "1"]
+    assert colocated.read_launch(["--gpus", "4"]).options.words() == [*OURS, "4"]
     code, out, err = printed(capsys, "--gpus", "4", "--config", SMOKE, "--dry-run")
     assert code == 0 and "vllm       colocate" in out and "CUDA_VISIBLE_DEVICES=0,1,2,3\n" in out
     assert '"--num_processes", "4"' in out and "\nserver " not in out
@@ -132,17 +132,17 @@ def test_the_port_is_that_of_the_rendezvous(machine, capsys) -> None:
 def test_the_log_level_is_that_of_every_process_and_debug_is_torchs_too(machine, monkeypatch, capsys) -> None:
     machine(1)
     for level in colocated.LEVELS:
-        door = colocated.read(["--log-level", level])
+        door = colocated.read_launch(["--log-level", level])
         assert door.options.words()[6:] == ["--log_level", level.lower(), "--log_level_replica", level.lower()]
         assert door.variables == ({DETAILS: "DETAIL"} if level == "DEBUG" else {})
-    assert colocated.read([]).options.words()[6:] == [] and colocated.read([]).variables == {}
+    assert colocated.read_launch([]).options.words()[6:] == [] and colocated.read_launch([]).variables == {}
     machine(None)
     code, out, err = printed(capsys, "--log-level", "debug", "--dry-run")
     assert code == 0 and f"{DETAILS}=INFO grpo launch" in out + err
     assert os.environ[DETAILS] == "INFO"  # the processes inherit it
     monkeypatch.setenv(DETAILS, "OFF")  # set by the user
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    assert colocated.read(["--log-level", "DEBUG"]).variables == {}
+    assert colocated.read_launch(["--log-level", "DEBUG"]).variables == {}
     assert printed(capsys, "--log-level", "DEBUG", "--dry-run")[0] == 0
     assert (os.environ[DETAILS], os.environ["NCCL_DEBUG"]) == ("OFF", "WARN")
 
@@ -154,7 +154,7 @@ def test_the_recipe_is_the_named_one_that_of_config_the_usual_file_or_the_defaul
     monkeypatch.chdir(tmp_path)
 
     def recipe(*arguments: str) -> str | None:
-        return colocated.read(list(arguments)).options.recipe
+        return colocated.read_launch(list(arguments)).options.recipe
 
     assert recipe() == SMOKE
     machine(1)
@@ -175,7 +175,7 @@ def test_the_recipe_is_the_named_one_that_of_config_the_usual_file_or_the_defaul
 
 def test_any_key_is_a_flag_and_what_our_flags_decide_is_not(machine) -> None:
     machine(None)
-    assert colocated.read(["--max_steps", "3"]).options.words() == [*OURS, "1", "--max_steps", "3"]
+    assert colocated.read_launch(["--max_steps", "3"]).options.words() == [*OURS, "1", "--max_steps", "3"]
     assert refused("--num_processes", "3") == [
         "--num_processes: --gpus already sets num_processes. Fix: keep only --gpus"
     ]
@@ -194,16 +194,16 @@ def test_any_key_is_a_flag_and_what_our_flags_decide_is_not(machine) -> None:
 def test_options_of_launch_are_handed_on(machine) -> None:
     machine(None)
     switches = ("--dry-run", "--benchmark", "--allow-changed-code", "--update-rewards")
-    options = colocated.read(list(switches)).options
+    options = colocated.read_launch(list(switches)).options
     assert options.dry_run and options.benchmark and options.allow_changed_code and options.update_rewards
     assert set(switches) <= set(launch_command(options, {}).split())
 
 
 def test_a_resumed_run_goes_on_as_it_began(machine) -> None:
     machine(None)
-    door = colocated.read(["--resume", "last"])
+    door = colocated.read_launch(["--resume", "last"])
     assert (door.options.resume, door.options.recipe, door.options.words(), door.notes) == ("last", None, [], [])
-    assert colocated.read(["--resume", "last", "--gpus", "2"]).options.words() == ["--num_processes", "2"]
+    assert colocated.read_launch(["--resume", "last", "--gpus", "2"]).options.words() == ["--num_processes", "2"]
 
 
 NODES = ("--gpus", "4", "--nodes", "2", "--node-rank", "0", "--master-addr", ADDRESS)
@@ -212,11 +212,11 @@ NODES = ("--gpus", "4", "--nodes", "2", "--node-rank", "0", "--master-addr", ADD
 def test_outside_slurm_the_user_starts_each_node(machine) -> None:
     """R12: the documented commands, one per node, are accepted as with torchrun."""
     machine(4)
-    first = colocated.read([*NODES, "--max_steps", "9"])
+    first = colocated.read_launch([*NODES, "--max_steps", "9"])
     assert first.options.meeting == Meeting(nodes=2, rank=0, address=ADDRESS, port=29500)
     assert first.options.words() == [*OURS, "8", "--max_steps", "9"] and first.variables == {}
     second = ["--node-rank", "1", "--master-addr", "10.9.9.9", "--master-port", "30123"]
-    second = colocated.read(["--gpus", "4", "--nodes", "2", *second])
+    second = colocated.read_launch(["--gpus", "4", "--nodes", "2", *second])
     assert second.options.meeting == Meeting(nodes=2, rank=1, address="10.9.9.9", port=30123)
     words = launch_command(second.options, {})
     assert words.endswith("--nodes 2 --node-rank 1 --master-addr 10.9.9.9 --master-port 30123")
@@ -231,10 +231,10 @@ def test_a_dry_run_of_several_nodes_shows_all_of_them(machine, capsys) -> None:
 
 def test_several_nodes_of_a_job_are_one_launch(machine, monkeypatch) -> None:
     machine(4, nodes=2)
-    door = colocated.read(list(NODES))
+    door = colocated.read_launch(list(NODES))
     assert door.options.words() == [*OURS, "8"] and door.variables == {"NETWORK_INTERFACE": "ib0"}
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")  # the same value
-    assert colocated.read(list(NODES)).variables == {}
+    assert colocated.read_launch(list(NODES)).variables == {}
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
     assert refused(*NODES)[0].startswith(
         "NCCL_SOCKET_IFNAME: is eth0, but --master-addr is on ib0. Fix: unset it, or set it to ib0"

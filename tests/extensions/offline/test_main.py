@@ -108,16 +108,16 @@ def test_what_is_wrong_is_said_and_nothing_is_made(
     [("auto", ("0", "1", "2")), ("cuda", ("0", "1", "2")), ("cuda:2", ("0", "2")), ("cuda:0", ("1", "0"))],
 )  # fmt: skip
 def test_the_named_gpu_trains_and_another_one_serves(device: str, gpus: tuple[str, ...]) -> None:
-    resources, variables = offline.on_device(device, Resources(device="cuda", gpus=("0", "1", "2"), cores=2))
+    resources, variables = offline.select_device(device, Resources(device="cuda", gpus=("0", "1", "2"), cores=2))
     assert resources.gpus == gpus
     assert variables == ({} if len(gpus) == 3 else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
 
 
 def test_a_gpu_that_is_not_there_is_never_replaced() -> None:
     with pytest.raises(ConfigError, match="'cpu' is not available: this environment is for GPUs"):
-        offline.on_device("cpu", Resources(device="cuda", gpus=("0", "1", "2"), cores=2))
+        offline.select_device("cpu", Resources(device="cuda", gpus=("0", "1", "2"), cores=2))
     with pytest.raises(ConfigError, match="'cuda:3' is not available: 3 GPUs are visible"):
-        offline.on_device("cuda:3", Resources(device="cuda", gpus=("0", "1", "2"), cores=2))
+        offline.select_device("cuda:3", Resources(device="cuda", gpus=("0", "1", "2"), cores=2))
 
 
 @pytest.mark.slow

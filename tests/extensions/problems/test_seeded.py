@@ -12,16 +12,16 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_recipes.extensions.problems.modebench.dataset import mode_of, right_answers
+from grpo_recipes.extensions.problems.modebench.dataset import find_mode, list_right_answers
 from grpo_recipes.extensions.problems.seeded import (
     GENERATORS,
     Draws,
     Settings,
-    assignments,
-    clauses_of,
     format_assignment,
-    row,
-    rows,
+    list_assignments,
+    make_row,
+    make_rows,
+    parse_clauses,
     satisfies,
 )
 from grpo_recipes.recipe.keys import catalogue
@@ -40,10 +40,10 @@ DIGESTS = {
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_the_problems_of_seeds_never_change(name: str) -> None:
-    problems = rows(name, "train", DEFAULTS)
+    problems = make_rows(name, "train", DEFAULTS)
     assert [problem["problem_seed"] for problem in problems] == list(range(1000, 1064))
     assert hashlib.sha256(json.dumps(problems).encode()).hexdigest()[:16] == DIGESTS[name]
-    assert problems[7] == row(name, 1007, DEFAULTS)  # independent of earlier rows
+    assert problems[7] == make_row(name, 1007, DEFAULTS)  # independent of earlier rows
     assert len({problem["problem"] for problem in problems}) >= (40 if name == "seeded:sums" else 60)
     assert set(problems[0]) == set(GENERATORS[name].columns)
 
@@ -52,15 +52,15 @@ def test_another_process_makes_the_same_problem() -> None:
     code = (
         "from grpo_recipes.extensions.problems import seeded\nfrom grpo_recipes.recipe.keys import catalogue\n"
         "keys = seeded.Settings.read(lambda key: catalogue()[key]['default'])\n"
-        "print(seeded.row('seeded:sat', 1234, keys))"
+        "print(seeded.make_row('seeded:sat', 1234, keys))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(row("seeded:sat", 1234, DEFAULTS))
+    assert done.stdout.strip() == str(make_row("seeded:sat", 1234, DEFAULTS))
 
 
 def test_arithmetic_is_right() -> None:
     operator_pairs = set()
-    for problem in rows("seeded:arithmetic", "train", replace(DEFAULTS, problem_seeds=200)):
+    for problem in make_rows("seeded:arithmetic", "train", replace(DEFAULTS, problem_seeds=200)):
         question = re.match(r"What is (\d+) ([-+*]) (\d+) ([-+*]) (\d+)\?", problem["problem"])
         assert question and str(eval(" ".join(question.groups()))) == problem["answer"]
         operator_pairs.add(question[2] + question[4])
@@ -68,7 +68,7 @@ def test_arithmetic_is_right() -> None:
 
 
 def test_sums_are_those_of_the_smoke_task() -> None:
-    problems = rows("seeded:sums", "train", replace(DEFAULTS, problem_seeds=1500))
+    problems = make_rows("seeded:sums", "train", replace(DEFAULTS, problem_seeds=1500))
     train, test = split_sums()
     assert {(problem["problem"], problem["answer"]) for problem in train + test} == {
         (problem["problem"], problem["answer"]) for problem in problems
@@ -77,8 +77,8 @@ def test_sums_are_those_of_the_smoke_task() -> None:
 
 def test_satisfiability_has_the_sizes_of_its_difficulty_and_its_answer_is_one() -> None:
     sizes = set()
-    for problem in rows("seeded:sat", "train", replace(DEFAULTS, problem_seeds=300)):
-        clauses = clauses_of(problem["clauses"])
+    for problem in make_rows("seeded:sat", "train", replace(DEFAULTS, problem_seeds=300)):
+        clauses = parse_clauses(problem["clauses"])
         variables = len(re.findall("x[0-9]=", problem["answer"]))
         assert all(len({abs(part) for part in clause}) == 3 for clause in clauses)
         assert max(abs(part) for clause in clauses for part in clause) <= variables
@@ -95,8 +95,8 @@ def test_satisfiability_has_the_sizes_of_its_difficulty_and_its_answer_is_one() 
 
 @pytest.mark.parametrize("name", ["seeded:countdown", "seeded:graph_coloring"])
 def test_problems_of_modebench_are_judged_by_its_reward(name: str) -> None:
-    for problem in rows(name, "test", DEFAULTS):
-        assert mode_of(rf"\boxed{{{right_answers(problem['answer'])[0]}}}", problem["answer"]) is not None
+    for problem in make_rows(name, "test", DEFAULTS):
+        assert find_mode(rf"\boxed{{{list_right_answers(problem['answer'])[0]}}}", problem["answer"]) is not None
         assert json.loads(problem["answer"])["modes"] in DEFAULTS.modebench.modes
 
 
@@ -128,8 +128,10 @@ def test_any_assignment_that_satisfies_is_right(answer: str, right: bool) -> Non
 
 
 def test_an_assignment_is_judged_as_the_clauses_say() -> None:
-    clauses = clauses_of(row("seeded:sat", 1001, DEFAULTS)["clauses"])
-    for (text, satisfied), values in zip(assignments(clauses), itertools.product((False, True), repeat=6), strict=True):
+    clauses = parse_clauses(make_row("seeded:sat", 1001, DEFAULTS)["clauses"])
+    for (text, satisfied), values in zip(
+        list_assignments(clauses), itertools.product((False, True), repeat=6), strict=True
+    ):
         assert text == format_assignment(values)
         assert satisfied == all(any(values[abs(part) - 1] == (part > 0) for part in clause) for clause in clauses)
 
@@ -137,7 +139,7 @@ def test_an_assignment_is_judged_as_the_clauses_say() -> None:
 @pytest.mark.parametrize("text", ["", "[]", "[[]]", "[[0]]", "[[1, true]]", "3", "[3]", "{", "x", None])
 def test_what_has_no_clauses_raises(text: str | None) -> None:
     with pytest.raises(ValueError):
-        clauses_of(text)
+        parse_clauses(text)
 
 
 def test_seeds_of_the_splits_and_what_they_share() -> None:

@@ -1,7 +1,6 @@
 """Read the YAML of co-located trainers, e.g. with a section ``vllm_config``, as a recipe.
 
-``keys.yaml`` has its settings.
-In any other recipe, ``recipe/converters/names.yaml`` rejects the same names.
+``keys.yaml`` has its settings. In any other recipe, ``recipe/converters/names.yaml`` rejects the same names.
 """
 
 from collections.abc import Mapping
@@ -15,7 +14,10 @@ _FSDP_PARTS = {"sharding_strategy", "cpu_offload", "mixed_precision"}
 
 
 def is_colocated(file: Mapping[str, Value]) -> bool:
-    """Return whether a file is the YAML of a co-located trainer. TRL's own ``fsdp_config`` has other parts."""
+    """Return whether a file is the YAML of a co-located trainer: by vllm_config, sync_frequency or fsdp_config.
+
+    TRL's own ``fsdp_config`` has other parts.
+    """
     sharding = file["fsdp_config"].value if "fsdp_config" in file else None
     sharded = isinstance(sharding, dict) and not _FSDP_PARTS.isdisjoint(sharding)
     return sharded or "vllm_config" in file or "sync_frequency" in file
@@ -25,7 +27,7 @@ CONVERTERS = (FileConverter(Path(__file__).with_suffix(".yaml"), __name__, is_co
 
 
 def whole_groups(setting: Setting, settings: Settings) -> None:
-    """Convert a batch of completions to prompts per step; reject a batch that is not whole groups."""
+    """Convert batch_size, in completions, to prompts_per_step; reject it if not a multiple of num_generations."""
     size, group = setting.number, whole_number(settings.key("num_generations"))
     if not group:
         return  # the setting num_generations reports its own problem
@@ -37,9 +39,9 @@ def whole_groups(setting: Setting, settings: Settings) -> None:
 
 
 def sync(setting: Setting, settings: Settings) -> None:
-    """Accept any whole number of steps between two weight transfers: here, a transfer precedes every generation.
+    """Accept sync_frequency, the steps between two weight transfers, without setting a key; reject values below 1.
 
-    Reject any other value.
+    Here, a transfer precedes every generation.
     """
     steps = setting.value
     if type(steps) is not int or steps < 1:

@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Launch a run as the flags request; return its exit code, or 2 after printing every problem with the flags."""
 
     def run() -> int:
-        """Launch with redirected output; point to the file if the launch fails."""
-        request = read(list(sys.argv[1:] if argv is None else argv))
+        """Launch with redirected output; if the launch fails, print the path of the output file."""
+        request = read_launch(list(sys.argv[1:] if argv is None else argv))
         with _redirect_output(request.output_file):
             code = run_reporting_errors(lambda: _launch(request))
         if request.output_file is not None and code:
@@ -65,32 +65,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_reporting_errors(run)
 
 
-def read(arguments: list[str]) -> ColocatedLaunch:
-    """Return the launch that the flags request; ConfigError lists all problems with them."""
+def read_launch(arguments: list[str]) -> ColocatedLaunch:
+    """Translate command-line flags to a launch: recipe, keys, devices and variables; launch nothing.
+
+    Raise ConfigError with all problems of the flags.
+    """
     reject_other_launchers(f"python {PROGRAM} --gpus", os.environ)
-    options, flags = _parser().parse_known_args(arguments)
+    options, flags = _build_parser().parse_known_args(arguments)
     resources = find_resources(os.environ)
     problems, nodes = list[Problem](), NodeFlags()
-    if _gpus(options) < 1:
+    if _count_processes(options) < 1:
         problems.append(Problem("--gpus", f"expected 1 or more, got {options.gpus}", "use --gpus 1"))
     try:
         nodes = read_nodes(options, resources.job)
     except ConfigError as error:
         problems += error.problems
-    keys = {**_keys(options), **nodes.keys}
-    problems += [*unknown_flags(flags, _NAMES, PROGRAM), *_set_twice(flags, keys)]
+    keys = {**_translate_options(options), **nodes.keys}
+    problems += [*unknown_flags(flags, _NAMES, PROGRAM), *_find_duplicate_keys(flags, keys)]
     if problems:
         raise ConfigError(*problems)
-    launch_request = launch_options(options, _recipe(options, resources.device), flags, nodes.meeting, keys)
+    launch_request = launch_options(options, _choose_recipe(options, resources.device), flags, nodes.meeting, keys)
     variables = dict(nodes.variables)
     if options.log_level == "DEBUG" and not os.environ.get(DETAILS):
         variables[DETAILS] = _MOST_DETAILS[resources.device]
-    resources, notes = _devices(options, resources)
+    resources, notes = _limit_gpus(options, resources)
     return ColocatedLaunch(launch_request, resources, variables, notes, options.redirect_output)
 
 
-def _parser() -> Parser:
-    """Return a parser for the options of this entry point and of `grpo launch`."""
+def _build_parser() -> Parser:
+    """Build the argument parser for the options of this entry point and of `grpo launch`."""
     epilog = "Any recipe key is a flag too, e.g. --max_steps 10; see docs/migrate.md."
     about = "Train with vLLM inside the training processes."
     parser = Parser(prog=PROGRAM, description=about, epilog=epilog, allow_abbrev=False)
@@ -101,29 +104,29 @@ def _parser() -> Parser:
     return parser
 
 
-def _keys(options: argparse.Namespace) -> dict[str, Value]:
-    """Return the recipe keys that the options of this entry point set.
+def _translate_options(options: argparse.Namespace) -> dict[str, Value]:
+    """Return the recipe keys that --gpus and --log-level set, and vllm_mode: colocate for a new run.
 
-    A resumed run keeps all keys without an option.
+    For a resumed run, only options on the command line set keys.
     """
     keys: dict[str, Value] = {}
     if options.resume is None:
         keys = {"use_vllm": Value(True, PROGRAM), "vllm_mode": Value("colocate", PROGRAM)}
     if options.resume is None or options.gpus is not None:
-        keys["num_processes"] = Value(_gpus(options) * options.nodes, "--gpus")
+        keys["num_processes"] = Value(_count_processes(options) * options.nodes, "--gpus")
     if options.log_level is not None:
         level = Value(options.log_level.lower(), "--log-level")
         keys |= {"log_level": level, "log_level_replica": level}
     return keys
 
 
-def _gpus(options: argparse.Namespace) -> int:
-    """Return the training processes of a node, 1 by default."""
+def _count_processes(options: argparse.Namespace) -> int:
+    """Return the number of training processes of a node: --gpus, by default 1."""
     return 1 if options.gpus is None else int(options.gpus)
 
 
-def _set_twice(flags: list[str], keys: Mapping[str, Value]) -> Iterator[Problem]:
-    """Yield a problem for each flag that sets the same recipe key as one of our options."""
+def _find_duplicate_keys(flags: list[str], keys: Mapping[str, Value]) -> Iterator[Problem]:
+    """Yield a problem for each flag of a recipe key that an option of this entry point already sets in ``keys``."""
     for flag in flags:
         key = flag.partition("=")[0].removeprefix("--").replace("-", "_")
         if flag.startswith("--") and key.removeprefix("no_") in keys:
@@ -132,25 +135,28 @@ def _set_twice(flags: list[str], keys: Mapping[str, Value]) -> Iterator[Problem]
             yield Problem(flag.partition("=")[0], f"{source} already sets {key}", fix)
 
 
-def _devices(options: argparse.Namespace, resources: Resources) -> tuple[Resources, list[str]]:
-    """Return the devices of the launch, limited by --gpus, and notes; a dry run simulates missing GPUs.
+def _limit_gpus(options: argparse.Namespace, resources: Resources) -> tuple[Resources, list[str]]:
+    """Limit the GPUs of a launch to --gpus; return the resources, and notes to print.
 
-    A resumed run without --gpus, and a run on CPU, keep all devices.
+    With too few GPUs, a dry run simulates the missing ones, and any other launch raises ConfigError. A resumed run
+    without --gpus, and a run on CPU, keep all devices.
     """
     if options.resume is not None and options.gpus is None:
         return resources, []  # the run keeps its number of processes
     if resources.device == "cpu":
         per_node = " per node" if options.nodes > 1 else ""
-        trainers, cores = format_trainers(_gpus(options)), resources.cores
-        return resources, [f"CPU environment: --gpus {_gpus(options)} means {trainers}{per_node} on {cores} cores"]
+        trainers, cores = format_trainers(_count_processes(options)), resources.cores
+        return resources, [
+            f"CPU environment: --gpus {_count_processes(options)} means {trainers}{per_node} on {cores} cores"
+        ]
     fix = f"use --gpus {len(resources.gpus)}, or request more GPUs"
-    return with_gpus(resources, _gpus(options), "--gpus", fix, options.dry_run, options.nodes)
+    return with_gpus(resources, _count_processes(options), "--gpus", fix, options.dry_run, options.nodes)
 
 
-def _recipe(options: argparse.Namespace, device: str) -> str | None:
-    """Return the recipe of the command line, of the variable CONFIG, ``USUAL``, or the device's default recipe.
+def _choose_recipe(options: argparse.Namespace, device: str) -> str | None:
+    """Choose the recipe: from the command line, the variable CONFIG, the file ``USUAL``, or the device's default.
 
-    For a resumed run, only the command line counts, and the result may be None.
+    For a resumed run, return the recipe of the command line, or None. Raise ConfigError if the recipe is not found.
     """
     name = recipe_name(options)
     if options.resume is not None:
@@ -167,7 +173,7 @@ def _recipe(options: argparse.Namespace, device: str) -> str | None:
 
 
 def _launch(request: ColocatedLaunch) -> int:
-    """Print the notes and launch the run; return its exit code."""
+    """Print the notes, launch the run and wait for its end; return its exit code."""
     request.announce()
     keys = {key: value for key, value in request.options.keys.items() if value.source != PROGRAM}
     with translate_errors(ConfigError, lambda error: with_flags_of(error, keys, _OPTION_NAMES)):
@@ -176,23 +182,23 @@ def _launch(request: ColocatedLaunch) -> int:
 
 @contextlib.contextmanager
 def _redirect_output(file: str | None) -> Iterator[None]:
-    """Append stdout and stderr of this process and its children to ``file`` inside the block; None changes nothing.
+    """Append stdout and stderr of this process and its children to ``file`` during the ``with`` block.
 
-    ConfigError if the file can't be written.
+    None changes nothing. Raise ConfigError if the file can't be written.
     """
     if file is None:
         yield
         return
 
     def unwritable(error: OSError) -> ConfigError:
-        """Return the error for a file that can't be opened."""
+        """Return a ConfigError for an output file that can't be opened."""
         problem = f"can't write '{file}' ({error.strerror})"
         return config_error("--redirect-output", problem, "use a file that you may write")
 
     with translate_errors(OSError, unwritable):
         target = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     say(f"the output goes to {display_path(file)}")
-    _flush()
+    _flush_output()
     copies = [(fd, os.dup(fd)) for fd in (1, 2)]
     for fd, _ in copies:
         os.dup2(target, fd)
@@ -200,14 +206,14 @@ def _redirect_output(file: str | None) -> Iterator[None]:
     try:
         yield
     finally:
-        _flush()
+        _flush_output()
         for fd, copy in copies:
             os.dup2(copy, fd)
             os.close(copy)
 
 
-def _flush() -> None:
-    """Write out buffered stdout and stderr, before they change their target."""
+def _flush_output() -> None:
+    """Flush the buffers of stdout and stderr; call this before their target changes."""
     sys.stdout.flush()
     sys.stderr.flush()
 

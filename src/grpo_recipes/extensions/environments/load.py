@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import ConfigError, config_error
-from grpo_recipes.extensions.environments.libraries import LIBRARIES, load_library, check_arguments
+from grpo_recipes.extensions.environments.libraries import LIBRARIES, check_arguments, load_library
 from grpo_recipes.numbers import LARGEST_REWARD, find_reward_problem
 from grpo_recipes.recipe.user_code import load_object, split_spec
 from grpo_recipes.rollouts.turns import Environment, Message, Noise, Turn, seeded_noise

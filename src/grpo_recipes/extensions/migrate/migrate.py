@@ -77,7 +77,7 @@ class Line:
         return why + (yaml_text if self.kept else "".join(f"#   {line}\n" for line in yaml_text.splitlines()))
 
     def report(self) -> str:
-        """Describe the change in one line for `grpo new`."""
+        """Return one line for the output of `grpo new`: the key was changed, added or left out, and why."""
         change = f"{self.key} is {'changed' if self.name else 'added'}" if self.kept else f"{self.name} is left out"
         return f"{change}: {' '.join(self.why.split())}"
 
@@ -99,12 +99,12 @@ class Migration:
         return self.target.with_name(f"{self.target.stem}_rewards.py")
 
     def text(self) -> str:
-        """Return the recipe as YAML."""
+        """Return the translated recipe as YAML with comments."""
         head = f"# Translated from {self.source.name}. Comments give the reasons for changes.\n"
         return f"{schema_line(self.target)}\n{head}" + "".join(line.text() for line in self.lines)
 
     def rewards_text(self) -> str:
-        """Return a Python file with a function for each reward to write."""
+        """Return the text of a Python file with a stub for each reward function that the user must write."""
         parts = [f'"""Rewards of {self.source.name} without a replacement. Write their functions."""\n']
         for name in self.unwritten:
             docstring = '"""Return a score for each completion; columns has the other columns of the data."""'
@@ -118,7 +118,7 @@ class Migration:
         return {self.target: self.text(), **rewards}
 
     def report(self) -> list[str]:
-        """Return the output of `grpo new`: every change, and the remaining work for the user."""
+        """Return the lines that `grpo new` prints: every change with its reason, and what the user must still do."""
         messages = [*self.notes, *(line.report() for line in self.lines if line.why)]
         old_defaults = [f"{key} ({value})" for key, value in _OLD_DEFAULTS.items() if self.get(key) is None]
         if old_defaults:
@@ -139,7 +139,7 @@ def translate_recipe(source: Path, target: Path) -> Migration | None:
 
 
 def is_translated(source: Path) -> bool:
-    """Return whether a file needs a translation: it has names that are not recipe keys, or it is TOML."""
+    """Return whether a file needs a translation: it is TOML, or has names that are not recipe keys or rewards."""
     if source.suffix == ".toml":
         return True
     layer = read_file(source, [])
@@ -147,7 +147,7 @@ def is_translated(source: Path) -> bool:
     reward_funcs = layer.get("reward_funcs")
     foreign = {*converters.reward_names(), *converters.other_rewards(True), *converters.other_rewards(False)}
     foreign -= set(rewards())
-    names = set(map(str, _list(reward_funcs and reward_funcs.value)))
+    names = set(map(str, _to_list(reward_funcs and reward_funcs.value)))
     return not set(layer) <= recipe_keys or bool(foreign & names)
 
 
@@ -158,7 +158,7 @@ def migrate(source: Path, target: Path) -> Migration:
     settings = _read_settings(source, problems)
     file = {name: Value(value, source.name) for name, value in settings.items()}
     if converter := converter_of(file):
-        migration.lines += _convert(converter, file)
+        migration.lines += _convert_settings(converter, file)
         settings = {name: value for name, value in settings.items() if name not in converter.sections}
     flat = [pair for name, value in settings.items() for pair in _flatten(name, value)]
     migration.notes = [f"{problem.where}: {problem.what}" for problem in problems]
@@ -178,7 +178,7 @@ def migrate(source: Path, target: Path) -> Migration:
 
 
 def _read_settings(source: Path, problems: list[Problem]) -> dict[str, Any]:
-    """Return the settings of a TOML or YAML file; ConfigError for invalid TOML, problems of YAML go to ``problems``."""
+    """Read the settings of a TOML or YAML file; add YAML problems to ``problems``, raise ConfigError for bad TOML."""
     if source.suffix == ".toml":
         error = config_error(source.name, "is not valid TOML", "correct it there")
         with translate_errors((tomllib.TOMLDecodeError, UnicodeDecodeError), lambda _: error):
@@ -187,7 +187,10 @@ def _read_settings(source: Path, problems: list[Problem]) -> dict[str, Any]:
 
 
 def _join_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with those joined that form one recipe key: TRL's datasets, and verl's reward function."""
+    """Join settings that form one recipe key: TRL's list of datasets to dataset_mixture, verl's reward to reward_funcs.
+
+    Return the other settings unchanged.
+    """
     entries, size = settings.get("datasets"), settings.get("test_split_size")
     part_names = {"path": "id", "name": "config"}
     known = {*part_names, *nested_catalogue()["dataset_mixture.datasets"]}  # other projects use more, such as `type`
@@ -208,8 +211,8 @@ def _join_settings(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _convert(converter: FileConverter, file: Mapping[str, Value]) -> list[Line]:
-    """Return the lines for the settings that a config converter of this package reads, by its own table."""
+def _convert_settings(converter: FileConverter, file: Mapping[str, Value]) -> list[Line]:
+    """Translate the settings of a file by the table of a config converter; return a line for each setting."""
     around = Surroundings({name: raw.value for name, raw in file.items()})
     lines = [
         Line(key, value, "", f"{reason} {in_words({key: value})}")
@@ -226,7 +229,7 @@ def _convert(converter: FileConverter, file: Mapping[str, Value]) -> list[Line]:
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield nested settings with dotted names, unless a recipe key accepts the whole mapping."""
+    """Yield (dotted name, value) of each setting in a nested mapping; keep a mapping that a recipe key accepts."""
     meaning = converters.meaning_of(name)
     accepts_mapping = meaning is not None and any(catalogue()[key]["type"] == "dict" for key in meaning.sets)
     if isinstance(value, dict) and value and not accepts_mapping:
@@ -236,13 +239,13 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _list(value: Any) -> list[Any]:
-    """Return a list or tuple as a list, None as [], and any other value as the only item."""
+def _to_list(value: Any) -> list[Any]:
+    """Return a list or tuple as a list, None as [], and any other value as a list with this value."""
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
 def _translate_setting(name: str, value: Any) -> list[Line]:
-    """Return the lines that replace one setting, or one line with the reason for leaving it out."""
+    """Translate one foreign setting; return the lines of its recipe keys, or one left-out line with the reason."""
     last = name.rpartition(".")[2]
     if _LOGIN.search(last) or contains_secret(value):
         return [Line(name, None, name, "export it as a variable, because recipes contain no secrets", kept=False)]
@@ -258,12 +261,12 @@ def _translate_setting(name: str, value: Any) -> list[Line]:
     if last in OWNED_KEYS and (suggestion := _SUGGESTED_KEY.match(OWNED_KEYS[last])):
         keys = {suggestion[1]: value} if suggestion[1] in catalogue() else {}
     keys = converters.by_value(last, value) or keys
-    if "dataset_name" in keys and len(_list(value)) > 1:
+    if "dataset_name" in keys and len(_to_list(value)) > 1:
         keys = {"dataset_mixture": {"datasets": [{"id": dataset} for dataset in value]}}
     lines = []
     for key, raw in keys.items():
         final, why = _VALUES[key](raw) if key in _VALUES else (raw, "")
-        final = _recipe_value(key, final)
+        final = _convert_value(key, final)
         if key != name:
             why = "; ".join(filter(None, (f"was {name}{short(value)}", why)))
         elif final != value and not why:
@@ -277,70 +280,79 @@ def _translate_setting(name: str, value: Any) -> list[Line]:
     return lines or [left_out(replacement or "no key here has this meaning")]
 
 
-def _recipe_value(key: str, value: Any) -> Any:
-    """Return a value in the form that its recipe key needs: YAML reads ``no`` as false, and some numbers as texts."""
+def _convert_value(key: str, value: Any) -> Any:
+    """Convert a value to the type of its recipe key: false to "no", a number to a list, texts in mappings to numbers.
+
+    Return other values unchanged.
+    """
     entry = catalogue()[key]
     if isinstance(value, bool):
         value = converters.SAME_VALUES.get(key, {}).get(value, value)
         if value is False and "no" in entry.get("choices", ()):
             return "no"
     if isinstance(value, dict):
-        return _number(value)
+        return _convert_number(value)
     if isinstance(value, int | float) and entry["type"].startswith("list["):
         return [value]
     return value
 
 
-def _number(value: Any) -> Any:
-    """Return a text in exponent notation, e.g. ``1e-7``, as a float, also inside mappings; other values unchanged."""
+def _convert_number(value: Any) -> Any:
+    """Convert a text in exponent notation, e.g. ``1e-7``, to a float, also inside mappings; return others unchanged."""
     if isinstance(value, dict):
-        return {str(part): _number(inner) for part, inner in value.items()}
+        return {str(part): _convert_number(inner) for part, inner in value.items()}
     return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
 
 
 def _filter_items(value: Any, accepts: Callable[[str], bool], why: str) -> tuple[Any, str]:
-    """Return the accepted items of a list, None if there are none, and a text that lists the others, or ""."""
+    """Keep the items of a list that ``accepts`` allows; return them, and a text with the dropped items and ``why``.
+
+    The items are None if all are dropped. The text is "" if none is dropped.
+    """
     accepted: list[str] = []
     rejected: list[str] = []
-    for item in map(str, _list(value)):
+    for item in map(str, _to_list(value)):
         (accepted if accepts(item) else rejected).append(item)
     return (accepted or None, f"without {', '.join(rejected)}: {why}") if rejected else (accepted or value, "")
 
 
-def _need_installed(key: str, value: Any) -> tuple[Any, str]:
-    """Return None and the reason if a package that only saves time or memory is missing, else the value and ""."""
+def _drop_missing_package(key: str, value: Any) -> tuple[Any, str]:
+    """Return None and the reason if the value needs an optional package that is missing, else the value and ""."""
     package = missing_package(key, value)
     return (None, f"the package {package} is not installed; the default trains the same") if package else (value, "")
 
 
 def _drop_columns(value: Any) -> tuple[Any, str]:
-    """Return a mixture of datasets without ``columns``, which has another meaning in a recipe, and the reason."""
+    """Return a mixture of datasets without ``columns``, and the reason: ``columns`` has another meaning in a recipe.
+
+    If no dataset has ``columns``, return the value unchanged, and "".
+    """
     entries = value.get("datasets") if isinstance(value, dict) else None
-    if not any(isinstance(entry, dict) and "columns" in entry for entry in _list(entries)):
+    if not any(isinstance(entry, dict) and "columns" in entry for entry in _to_list(entries)):
         return value, ""
-    datasets = [{name: part for name, part in entry.items() if name != "columns"} for entry in _list(entries)]
+    datasets = [{name: part for name, part in entry.items() if name != "columns"} for entry in _to_list(entries)]
     reason = "without columns: the recipe's prompt and solution and all scalar columns are kept"
     return {**value, "datasets": datasets}, reason
 
 
 def _restore_tex(value: Any) -> tuple[Any, str]:
-    r"""Return a text with TeX commands restored, and the reason, or "" if nothing changed.
+    r"""Replace backspaces by ``\b`` and form feeds by ``\f``; return the text, and the reason, or "" if unchanged.
 
-    In double quotes, YAML reads ``\b`` as a backspace and ``\f`` as a form feed.
+    In double quotes, YAML reads the TeX commands ``\boxed`` and ``\frac`` as these control characters.
     """
     text = value.replace("\b", r"\b").replace("\f", r"\f") if isinstance(value, str) else value
     return text, "" if text == value else r"\b and \f in double quotes were control characters"
 
 
-def _local_host(value: Any) -> tuple[Any, str]:
-    """Return the address of this machine, or None and the reason for leaving another machine out."""
+def _keep_local_host(value: Any) -> tuple[Any, str]:
+    """Return 127.0.0.1 and "" for this machine, or None and the reason for leaving out another machine's address."""
     is_local = value in ("127.0.0.1", "localhost")
     return ("127.0.0.1", "") if is_local else (None, "the launcher starts the server on the run's machine")
 
 
 # Recipe key -> function from a foreign value to the recipe's value (None to leave it out) and the reason.
 _VALUES: dict[str, Callable[[Any], tuple[Any, str]]] = {
-    **{key: partial(_need_installed, key) for key in PACKAGE_KEYS},
+    **{key: partial(_drop_missing_package, key) for key in PACKAGE_KEYS},
     "benchmarks": lambda value: _filter_items(value, lambda name: not benchmark_problem(name, ""), "no benchmark here"),
     "callbacks": lambda value: _filter_items(value, lambda name: source_path(name) is not None,
         "no callback here; push_to_hub publishes the final model"),
@@ -352,15 +364,15 @@ _VALUES: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "report_to": lambda value: _filter_items(value, lambda name: name in REPORTERS, "not supported"),
     "system_prompt": _restore_tex,
     "top_k": lambda value: (0 if value == -1 else value, ""),
-    "vllm_server_host": _local_host,
+    "vllm_server_host": _keep_local_host,
 }  # fmt: skip
 
 
 def _leave_out_duplicates(lines: Iterable[Line]) -> None:
-    """Keep only one of the lines that set the same key; the others become comments with the reason.
+    """Set ``kept`` to false in all lines except one that set the same key, with the reason: they become comments.
 
-    A line with the key as its original name wins, unless it only has the default value. ``use_kl_loss`` wins over a
-    coefficient.
+    The line with the key as its original name is kept, unless it only has the default value. ``use_kl_loss`` is kept
+    instead of a coefficient.
     """
     winners: dict[str, Line] = {}
 
@@ -378,9 +390,10 @@ def _leave_out_duplicates(lines: Iterable[Line]) -> None:
 
 
 def _translate_rewards(migration: Migration) -> None:
-    """Replace the names of rewards and their weights in the migration; leave rewards out, or add them to ``unwritten``.
+    """Translate reward_funcs and reward_weights in the migration's lines; list rewards to write in ``unwritten``.
 
-    A reward of the output's form is left out. A reward that reads the answer is left out if another reward does so.
+    A reward of the output's form is left out if another reward remains. A reward that reads the answer is left out if
+    another reward does so. Without reward_funcs, add a line with the default.
     """
     line = migration.get("reward_funcs")
     if line is None:
@@ -388,9 +401,9 @@ def _translate_rewards(migration: Migration) -> None:
         why = "the file sets no reward: this is the default, set your own"
         migration.lines.append(Line("reward_funcs", default, "", why))
         return
-    registered, original = rewards(), [str(name) for name in _list(line.value)]
+    registered, original = rewards(), [str(name) for name in _to_list(line.value)]
     weights_line = migration.get("reward_weights")
-    weights = _list(weights_line.value) if weights_line else []
+    weights = _to_list(weights_line.value) if weights_line else []
     answer_rewards, form_rewards = converters.other_rewards(True), converters.other_rewards(False)
     weight_of: dict[str, Any] = {}  # translated reward -> weight
     left_out: dict[str, tuple[str, Any]] = {}  # original name -> reason, weight
@@ -424,7 +437,10 @@ def _translate_rewards(migration: Migration) -> None:
 
 
 def _add_settings(migration: Migration, names: set[str]) -> None:
-    """Add settings that other projects imply, e.g. LoRA if a rank is set; ``names`` are the original names."""
+    """Add lines for settings that other projects imply, e.g. use_peft if a LoRA rank is set; remind of missing data.
+
+    ``names`` are the original names. The reminders are comments for a missing model or dataset.
+    """
 
     def add(key: str, value: Any, why: str) -> None:
         """Add a setting with its reason, unless the recipe has the key."""
@@ -461,10 +477,13 @@ def _add_settings(migration: Migration, names: set[str]) -> None:
 
 
 def _leave_out_rejected(migration: Migration) -> list[Problem]:
-    """Leave out settings that `grpo check` rejects, until none remains; return the problems for the user to fix."""
+    """Check the recipe repeatedly and turn rejected lines into comments with the reason; return the remaining problems.
+
+    They concern required keys, or no line, so the user must fix them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         while True:
-            pairs = _check(migration, Path(folder, migration.target.name))
+            pairs = _check_recipe(migration, Path(folder, migration.target.name))
             rejected = [(line, problem) for line, problem in pairs if line and line.key not in _NEEDED]
             if not rejected:
                 return [problem for _, problem in pairs]
@@ -473,8 +492,11 @@ def _leave_out_rejected(migration: Migration) -> list[Problem]:
                 line.why = f"{problem.what}; {problem.fix.removeprefix('remove it; ')}"
 
 
-def _check(migration: Migration, path: Path) -> list[tuple[Line | None, Problem]]:
-    """Check the current recipe, and return each problem with the line that causes it, if there is one."""
+def _check_recipe(migration: Migration, path: Path) -> list[tuple[Line | None, Problem]]:
+    """Write the recipe to ``path`` and check it; return each problem with the line that causes it, or None.
+
+    Problems of the rewards file that is not written yet are left out.
+    """
     path.write_text(migration.text(), encoding="utf-8")
     text_lines = [line for line in migration.lines for _ in range(line.text().count("\n"))]
     places = {f"{display_path(path)}:{number}": line for number, line in enumerate(text_lines, 3)}

@@ -47,16 +47,16 @@ class Iterations(LossCallback):
         return self._run if self._run.parent.name == CELLS else self._run.parent
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Write iterations that an earlier attempt completed but did not write."""
-        self._flush(args, state)
+        """Write the files of iterations that an earlier attempt of the run completed but did not write."""
+        self._write_iterations(args, state)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Write the iteration that ended with the last step."""
-        self._flush(args, state)
+        """Write the files of the iteration that ended with the last step, if one did."""
+        self._write_iterations(args, state)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Write the last iteration."""
-        self._flush(args, state)
+        """Write the files of the last iteration."""
+        self._write_iterations(args, state)
 
     def loss(self, trainer: InnerTrainer, compute: Compute, model: Any, rows: dict[str, Any]) -> torch.Tensor:
         """Return the training loss, and record its policy-gradient term as the metric ``loss_pg``."""
@@ -66,10 +66,10 @@ class Iterations(LossCallback):
         trainer.add_metric("loss_pg", scaled.mean().item())
         return loss
 
-    def _flush(self, args: Any, state: TrainerState) -> None:
-        """Write missing files of all iterations so far, and write the files of the last iteration again.
+    def _write_iterations(self, args: Any, state: TrainerState) -> None:
+        """Write missing metrics files of all iterations so far, the last iteration's again, and link the checkpoints.
 
-        Only on rank 0. Do nothing in the middle of an iteration.
+        Do nothing in the middle of an iteration, and on ranks except 0.
         """
         # Optimizer steps that use the completions of one generation.
         steps = max(1, int(args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps))
@@ -84,10 +84,10 @@ class Iterations(LossCallback):
             train_file = folder / f"train_iter_{iteration:03}.json"
             if not train_file.exists() or last_step == state.global_step:
                 iteration_rows = [rows[step] for step in range(last_step - steps + 1, last_step + 1) if step in rows]
-                write_json(train_file, train_metrics(iteration, iteration_rows, args))
+                write_json(train_file, compute_train_metrics(iteration, iteration_rows, args))
             eval_file = folder / f"eval_iter_{iteration:03}.json"
             if last_step in evaluations and (not eval_file.exists() or last_step == state.global_step):
-                write_json(eval_file, {"iteration": iteration, **eval_metrics(evaluations[last_step])})
+                write_json(eval_file, {"iteration": iteration, **select_eval_metrics(evaluations[last_step])})
         self._link_checkpoints(steps)
 
     def _link_checkpoints(self, steps: int) -> None:
@@ -107,8 +107,8 @@ class Iterations(LossCallback):
                 link.symlink_to(target)
 
 
-def train_metrics(iteration: int, rows: Sequence[dict[str, Any]], args: Any) -> dict[str, Any]:
-    """Return the content of ``train_iter_NNN.json``: means over the steps of an iteration, from ``metrics.jsonl`` rows.
+def compute_train_metrics(iteration: int, rows: Sequence[dict[str, Any]], args: Any) -> dict[str, Any]:
+    """Return the content of ``train_iter_NNN.json``: means over an iteration's rows of ``metrics.jsonl``.
 
     ``loss_total`` is the minimized loss, the sum of three terms: ``loss_pg`` is the policy-gradient term (see
     ``Iterations.loss``), ``loss_kl`` is ``beta`` times ``kl_divergence``, and ``loss_entropy`` is minus
@@ -117,15 +117,15 @@ def train_metrics(iteration: int, rows: Sequence[dict[str, Any]], args: Any) -> 
     kl_terms = [row.get("beta", args.beta) * row.get("kl", 0.0) for row in rows]
     entropy_terms = [row.get("entropy_coef", args.entropy_coef) * row.get("entropy", 0.0) for row in rows]
     metrics = {
-        "loss_total": _mean(rows, "loss"),
-        "loss_pg": _mean(rows, "loss_pg"),
+        "loss_total": _average_metric(rows, "loss"),
+        "loss_pg": _average_metric(rows, "loss_pg"),
         "loss_kl": fmean(kl_terms or [0.0]),
         "loss_entropy": 0.0 - fmean(entropy_terms or [0.0]),  # minus 0.0 would be -0.0
-        "kl_divergence": _mean(rows, "kl"),
-        "entropy_mean": _mean(rows, "entropy"),
-        "reward_mean": _mean(rows, "reward"),
-        "grad_norm": _mean(rows, "grad_norm"),
-        "lr": _mean(rows, "learning_rate"),
+        "kl_divergence": _average_metric(rows, "kl"),
+        "entropy_mean": _average_metric(rows, "entropy"),
+        "reward_mean": _average_metric(rows, "reward"),
+        "grad_norm": _average_metric(rows, "grad_norm"),
+        "lr": _average_metric(rows, "learning_rate"),
     }
     seeds = [seed for row in rows for seed in row.get("problem_seeds", [])]
     return {
@@ -136,13 +136,13 @@ def train_metrics(iteration: int, rows: Sequence[dict[str, Any]], args: Any) -> 
     }
 
 
-def eval_metrics(row: dict[str, Any]) -> dict[str, Any]:
+def select_eval_metrics(row: dict[str, Any]) -> dict[str, Any]:
     """Return the scores of a row of ``eval.jsonl``, without the prefix ``eval_``; other values are left out."""
     metrics = {name.removeprefix("eval_"): value for name, value in row.items()}
     return {name: value for name, value in metrics.items() if _EVAL_METRIC.fullmatch(name)}
 
 
-def _mean(rows: Sequence[dict[str, Any]], name: str) -> float | None:
+def _average_metric(rows: Sequence[dict[str, Any]], name: str) -> float | None:
     """Return the mean of a metric over the rows that have it; None if no row has it or a value is not finite."""
     values = [float(row[name]) for row in rows if isinstance(row.get(name), int | float)]
     return fmean(values) if values and all(map(math.isfinite, values)) else None

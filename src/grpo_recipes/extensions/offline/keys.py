@@ -37,9 +37,9 @@ class OfflineKeys:
 
 
 def translate(config: Mapping[str, Any], answers: Callable[[str], bool]) -> OfflineKeys:
-    """Translate a composed, flat configuration with every key of ``KEYS``; problems are collected, not raised.
+    """Translate a flat Hydra configuration with every key of ``KEYS`` to recipe keys, device and problems.
 
-    ``answers`` returns whether a server answers at an address.
+    Problems are returned, not raised. ``answers`` returns whether a server answers at an address.
     """
     translation, settings = OfflineKeys(device=str(config["model.device"])), Settings(config)
     for name in KEYS:
@@ -48,61 +48,70 @@ def translate(config: Mapping[str, Any], answers: Callable[[str], bool]) -> Offl
         setting = TABLE.translate(name, raw, settings)
         translation.problems += [setting.problem] if setting.problem else []
         translation.keys |= {key: Value(inner, name, from_text=raw.from_text) for key, inner in setting.keys.items()}
-    sizes = _sizes(config)
-    if sizes and _steps(sizes) is None:
+    sizes = _read_sizes(config)
+    if sizes and _count_steps(sizes) is None:
         problems, rollouts, size, accumulated = sizes
         fits = ", ".join(str(count) for count in range(1, problems * rollouts + 1) if problems * rollouts % count == 0)
         problem = f"steps of {size} x {accumulated} completions do not divide the {problems * rollouts} of an iteration"
         fix = f"set batch_size x grad_accum_steps to one of {fits}"
         translation.problems.append(Problem("train.batch_size", problem, fix))
-    _server(config, translation, answers)
+    _translate_server_address(config, translation, answers)
     return translation
 
 
-def _sizes(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return problems, rollouts, batch size and accumulation; None if one is wrong (its key reports the problem)."""
+def _read_sizes(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return problems per iteration, rollouts per problem, batch size and accumulation steps of a configuration.
+
+    Return None if one of them is not a positive integer.
+    """
     sizes = tuple(whole_number(config[name]) or 0 for name in _SIZES)
     return sizes if all(sizes) else None
 
 
-def _steps(sizes: tuple[int, ...]) -> int | None:
-    """Return the optimizer steps of an iteration, or None if they do not divide it."""
+def _count_steps(sizes: tuple[int, ...]) -> int | None:
+    """Return the optimizer steps of an iteration, or None if its completions do not divide into whole steps.
+
+    ``sizes`` are problems, rollouts per problem, batch size and accumulation steps.
+    """
     problems, rollouts, size, accumulated = sizes
     steps, remainder = divmod(problems * rollouts, size * accumulated)
     return None if remainder else steps
 
 
 def in_steps(setting: Setting, settings: Settings) -> None:
-    """Convert a number of iterations to optimizer steps, and set the row's key.
+    """Convert a number of iterations to optimizer steps, and set the recipe key of the table's row.
 
-    Do nothing if the sizes of an iteration are wrong: their keys report the problem.
+    Do nothing if the sizes of an iteration are wrong, because another problem reports them.
     """
-    sizes = _sizes(settings.values)
-    steps = _steps(sizes) if sizes else None
+    sizes = _read_sizes(settings.values)
+    steps = _count_steps(sizes) if sizes else None
     if steps is not None:
         setting.write(setting.row.filled(setting.number * steps))
 
 
 def forward_passes(setting: Setting, settings: Settings) -> None:
-    """Convert the completions of an iteration to forward passes between two generations, and set the row's key."""
-    if sizes := _sizes(settings.values):
+    """Set the recipe key of the table's row to the forward passes between two generations: completions / batch size.
+
+    Do nothing if the sizes of an iteration are wrong.
+    """
+    if sizes := _read_sizes(settings.values):
         problems, rollouts, size, _ = sizes
         setting.write(setting.row.filled(problems * rollouts // size))
 
 
 def reference(setting: Setting, settings: Settings) -> None:
-    """Set the key of the reference model, unless it is the trained model."""
+    """Set the recipe key of the reference model, unless the reference is the trained model."""
     if setting.value != settings.values["model.train_id"]:
         setting.write(setting.row.filled(setting.value))
 
 
 def run_name(setting: Setting, _: Settings) -> None:
-    """Set the name of the run; an empty name becomes ``offline``."""
+    """Set the recipe key of the run's name; an empty name becomes ``offline``."""
     setting.write(setting.row.filled("offline" if setting.value in ("", "null") else setting.value))
 
 
 def problem_ids(setting: Setting, settings: Settings) -> None:
-    """Set the seeds of the evaluation's problems if they are listed; reject anything except a list of integers."""
+    """Set the recipe key eval_problem_ids if the list is not empty; reject anything except a list of integers."""
     ids = settings.values[setting.name] or []
     if not isinstance(ids, list) or not all(type(number) is int for number in ids):
         setting.reject(f"expected a list of integers, got {ids!r}", f"set e.g. {setting.name}=[5000,5001]")
@@ -111,7 +120,7 @@ def problem_ids(setting: Setting, settings: Settings) -> None:
 
 
 def greedy(setting: Setting, settings: Settings) -> None:
-    """For evaluations without sampling, set the temperature 0; reject several completions of a problem."""
+    """If sampling is off in evaluations, set eval_temperature: 0, and reject several completions of a problem."""
     if setting.value is False:
         setting.write({"eval_temperature": 0})
         if (count := settings.values["eval.replicates"]) != 1:
@@ -120,14 +129,16 @@ def greedy(setting: Setting, settings: Settings) -> None:
 
 
 def same_server(setting: Setting, settings: Settings) -> None:
-    """Reject an address for evaluations that differs from the training's: other servers lack the current weights."""
+    """Reject a server for evaluations that differs from the training's server, because it lacks current weights."""
     name = setting.name.replace("eval.", "generation.")
     if settings.values[setting.name] != settings.values[name]:
         problem = "evaluations need the training's server, because other servers have only the initial weights"
         setting.reject(problem, f"remove it: evaluations use the server of {name}")
 
 
-def _server(config: Mapping[str, Any], translation: OfflineKeys, answers: Callable[[str], bool]) -> None:
+def _translate_server_address(
+    config: Mapping[str, Any], translation: OfflineKeys, answers: Callable[[str], bool]
+) -> None:
     """Add the recipe keys of the server's address, or a problem with it, to ``translation``.
 
     If no server answers at a local address, set only the port: the launch starts a vLLM server there.

@@ -69,7 +69,7 @@ _ABOUT = "Train by iterations over seeded problems. KEY=VALUE sets a key of conf
 
 
 def make_flags_of(fixed: Sequence[str], swept: Sequence[str], separate_ports: bool, answers: bool) -> FlagsOf:
-    """Return a function from the values of a trial to its recipe flags, which contain its whole configuration.
+    """Return a function that converts the values of a sweep's trial to recipe flags with its whole configuration.
 
     ``fixed`` are the overrides of all trials and ``swept`` the Hydra keys of the axes. With ``separate_ports``, each
     server chooses its own port, because jobs of an array may share a node. ``answers`` is whether a server answers at
@@ -88,24 +88,25 @@ def make_flags_of(fixed: Sequence[str], swept: Sequence[str], separate_ports: bo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Start a launch or a sweep; return its exit code, or 2 after printing every wrong key and flag."""
-    return run_reporting_errors(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
+    """Start the launch or the sweep of a command line; return its exit code, or 2 after printing all problems."""
+    return run_reporting_errors(lambda: _start_launch_or_sweep(list(sys.argv[1:] if argv is None else argv)))
 
 
-def _run(arguments: list[str]) -> int:
+def _start_launch_or_sweep(arguments: list[str]) -> int:
     """Start the launch or sweep of a command line, or resume the run in its folder; return the exit code.
 
-    The files of Hydra are written before a new launch, and removed if the launch is rejected.
+    Before a new launch, write Hydra's files, and remove them if the launch is rejected. Raise ConfigError for wrong
+    words and flags. With --cfg, only print the configuration.
     """
     reject_other_launchers(f"python {PROGRAM} --num_processes", os.environ)
     words, flag_words = _split_words(arguments)
-    options, flags = _parser().parse_known_args(flag_words)
+    options, flags = _build_parser().parse_known_args(flag_words)
     names = ["--cfg", "--multirun", *(option_names[0] for option_names, _ in _ONLY_SWEEP)]
     if problems := list(unknown_flags(flags, names, PROGRAM)):
         raise ConfigError(*problems)
     overrides = _parse_overrides(words)
     if options.multirun:
-        return _sweep(options, overrides, flags)
+        return _start_sweep(options, overrides, flags)
     _reject_options(options, _ONLY_SWEEP, "has no effect without -m", "add -m, or remove it")
     if swept := [word for word, override in overrides if override.is_sweep_override()]:
         raise config_error(swept[0], "has several values", "add -m to start a run for each value")
@@ -115,9 +116,9 @@ def _run(arguments: list[str]) -> int:
         return 0
     # Without an address on the command line, a server at the default address may belong to another user.
     sets_address = any(override.get_key_element() == "generation.base_url" for _, override in overrides)
-    translation = _translate(config, lambda url: sets_address and _answers(url))
+    translation = _translate(config, lambda url: sets_address and _server_answers(url))
     folder = Path(hydra.run.dir).absolute()
-    resources, variables = on_device(translation.device, find_resources(os.environ))
+    resources, variables = select_device(translation.device, find_resources(os.environ))
     if options.resume and words:
         raise config_error(words[0], "has no effect with --resume: a resumed run keeps its configuration", "remove it")
     resumed = options.resume or _find_earlier_run(folder, config)
@@ -137,25 +138,29 @@ def _run(arguments: list[str]) -> int:
         if resumed is not None:
             return launch(request, resources)
         hydra_folder, existed = folder / ".hydra", folder.exists()
-        _write_hydra(hydra_folder, config, hydra, words)
+        _write_hydra_files(hydra_folder, config, hydra, words)
         say(f"metrics and checkpoints of each iteration: {display_path(folder)}")
         try:
             return launch(request, resources)
         except ConfigError:
-            if _newest_run(folder) is None:  # no run has started, so remove our folders
+            if _find_newest_run(folder) is None:  # no run has started, so remove our folders
                 shutil.rmtree(hydra_folder, ignore_errors=True)
                 with suppress(OSError):
                     if not existed:
                         folder.rmdir()
-                _remove_empty(folder.parent)
+                _remove_empty_folders(folder.parent)
             raise
 
 
-def _sweep(options: argparse.Namespace, overrides: list[tuple[str, Override]], flags: list[str]) -> int:
-    """Run every combination of the values of swept keys, or those that a search chooses; return the exit code."""
+def _start_sweep(options: argparse.Namespace, overrides: list[tuple[str, Override]], flags: list[str]) -> int:
+    """Start a sweep over the keys with several values; return its exit code.
+
+    It runs every combination, or the ones that a search chooses. Raise ConfigError if no key or an unsupported key has
+    several values.
+    """
     _reject_options(options, _ONLY_LAUNCH, "has no effect with -m", _RESUME_SWEEP)
     sweeper = need_sweeper("-m")(options)
-    values = {override.get_key_element(): _values(word, override) for word, override in overrides}
+    values = {override.get_key_element(): _list_values(word, override) for word, override in overrides}
     values = {key: texts for key, texts in values.items() if key not in offline.LISTS and texts}
     swept = {key: texts for key, texts in values.items() if len(texts) > 1 or (options.search and ".." in texts[0])}
     if not swept:
@@ -167,9 +172,9 @@ def _sweep(options: argparse.Namespace, overrides: list[tuple[str, Override]], f
     axes = sweeper.axes({offline.SAME[key]: texts for key, texts in swept.items()}, flags)
     first_trial = [f"{key}={texts[0]}" for key, texts in zip(swept, axes.values(), strict=True)]
     config, hydra, earlier_folders = _compose([*fixed, *first_trial])
-    answers = "generation.base_url" in values and _answers(config.generation.base_url)
+    answers = "generation.base_url" in values and _server_answers(config.generation.base_url)
     translation, root = _translate(config, lambda _: answers), Path(hydra.sweep.dir).absolute()
-    _, variables = on_device(translation.device, sweeper.resources(os.environ))
+    _, variables = select_device(translation.device, sweeper.resources(os.environ))
     if variables and sweeper.is_submitted:
         problem = f"'{translation.device}' is a GPU of this machine, but the runs are jobs on other machines"
         raise config_error("model.device", problem, "set model.device=auto")
@@ -182,12 +187,15 @@ def _sweep(options: argparse.Namespace, overrides: list[tuple[str, Override]], f
         with translate_errors(ConfigError, lambda error: with_flags_of(error, {}, names)):
             return sweeper.start(str(find_code_root() / BASE), axes, flags, flags_of, earlier_folders)
     except ConfigError:
-        _remove_empty(root / sweeper.folder)
+        _remove_empty_folders(root / sweeper.folder)
         raise
 
 
-def _values(word: str, override: Override) -> list[str]:
-    """Return the values of an override, in Hydra's form ``a,b`` or as a list ``[a,b]``; other overrides have one."""
+def _list_values(word: str, override: Override) -> list[str]:
+    """Return the values of a Hydra override as texts: of ``key=a,b`` and ``key=[a,b]`` each, else the only value.
+
+    Raise ConfigError for sweeps that do not list their values.
+    """
     if override.is_sweep_override():
         fix = "write values between commas, or LOW..HIGH or log:LOW..HIGH with --search optuna"
         with translate_errors(HydraException, lambda _: config_error(word, "does not list its values", fix)):
@@ -206,7 +214,7 @@ def _reject_options(options: argparse.Namespace, rejected: Iterable[Option], pro
         raise ConfigError(*(Problem(flag, problem, fix) for flag in used))
 
 
-def _remove_empty(folder: Path) -> None:
+def _remove_empty_folders(folder: Path) -> None:
     """Remove a folder and its parents inside the working folder, as long as they are empty."""
     working_folder = Path.cwd()
     with suppress(OSError):
@@ -230,7 +238,10 @@ def _split_words(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _parse_overrides(words: list[str]) -> list[tuple[str, Override]]:
-    """Return each word with its parsed override; raise a ConfigError with all wrong ones and the nearest keys."""
+    """Parse KEY=VALUE words with Hydra; return each word with its override.
+
+    Raise ConfigError with all words that are invalid or have an unknown key.
+    """
     problems, overrides = [], []
     for word in words:
         try:
@@ -250,7 +261,10 @@ def _parse_overrides(words: list[str]) -> list[tuple[str, Override]]:
 
 
 def _compose(words: list[str]) -> tuple[DictConfig, DictConfig, list[Path]]:
-    """Compose the configuration; return it, Hydra's own part, and the folders of earlier sweeps, newest first."""
+    """Compose Hydra's configuration with overrides; return it, its part ``hydra``, and folders of earlier sweeps.
+
+    The folders are sorted, newest first. Raise ConfigError if Hydra rejects the overrides.
+    """
     errors = (HydraException, OmegaConfBaseException)
     fix = "see conf/offline_grpo.yaml"
     with (
@@ -269,7 +283,7 @@ def _compose(words: list[str]) -> tuple[DictConfig, DictConfig, list[Path]]:
 
 
 def _translate(config: DictConfig, answers: Callable[[str], bool]) -> offline.OfflineKeys:
-    """Return the recipe keys of a configuration; ConfigError lists all of its problems.
+    """Translate a Hydra configuration to recipe keys and a device; raise ConfigError with all of its problems.
 
     ``answers`` returns whether a server answers at an address.
     """
@@ -281,11 +295,11 @@ def _translate(config: DictConfig, answers: Callable[[str], bool]) -> offline.Of
     return translation
 
 
-def on_device(device: str, resources: Resources) -> tuple[Resources, dict[str, str]]:
-    """Return the devices of a launch that trains on ``device``, and the variables that select them.
+def select_device(device: str, resources: Resources) -> tuple[Resources, dict[str, str]]:
+    """Limit the resources of a launch to ``device``; return them, and the environment variables that select them.
 
-    A GPU ``cuda:N`` is the trainer's, and the first of the others the server's. ConfigError if the device does not
-    exist.
+    For ``cuda:N``, the trainer gets GPU N, and the server the first of the other GPUs. Raise ConfigError if the device
+    does not exist.
     """
     if device == "auto" or device == resources.device:
         return resources, {}
@@ -307,8 +321,8 @@ def on_device(device: str, resources: Resources) -> tuple[Resources, dict[str, s
     return replace(resources, gpus=selected), {"CUDA_VISIBLE_DEVICES": ",".join(selected)}
 
 
-def _answers(url: str) -> bool:
-    """Return whether any server listens at an address."""
+def _server_answers(url: str) -> bool:
+    """Return whether a TCP connection to the URL's host and port succeeds within 5 s."""
     parts = urlsplit(url)
     with suppress(OSError, ValueError), socket.create_connection((parts.hostname, parts.port or 80), _ANSWER_SECONDS):
         return True
@@ -316,9 +330,9 @@ def _answers(url: str) -> bool:
 
 
 def _find_earlier_run(folder: Path, config: DictConfig) -> str | None:
-    """Return the newest run in a folder, to resume it; None if there is none.
+    """Return the newest run directory in a folder, to resume it; None if there is none.
 
-    ConfigError if an earlier launch in the folder had another configuration.
+    Raise ConfigError if the folder's ``.hydra/config.yaml`` can't be read or differs from ``config``.
     """
     file = folder / ".hydra" / "config.yaml"
     if file.is_file():
@@ -334,25 +348,25 @@ def _find_earlier_run(folder: Path, config: DictConfig) -> str | None:
             if old != new:
                 problem = f"is {new}, but the run in {display_path(folder)} started with {old}"
                 raise config_error(key, problem, f"go back to {key}={old}, or {fix}")
-    return _newest_run(folder)
+    return _find_newest_run(folder)
 
 
-def _newest_run(folder: Path) -> str | None:
-    """Return the run directory in a folder that is last by name; None if there is none."""
+def _find_newest_run(folder: Path) -> str | None:
+    """Return the run directory in a folder with the last name in alphabetical order; None if there is none."""
     runs = sorted(path.parent for path in folder.glob("*/run.json"))
     return str(runs[-1]) if runs else None
 
 
-def _write_hydra(folder: Path, config: DictConfig, hydra: DictConfig, words: list[str]) -> None:
-    """Write the configuration and the overrides to the folder ``.hydra``, as Hydra does for a run."""
+def _write_hydra_files(folder: Path, config: DictConfig, hydra: DictConfig, words: list[str]) -> None:
+    """Write config.yaml, hydra.yaml and overrides.yaml to the folder ``.hydra``, as Hydra does for a run."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "config.yaml", OmegaConf.to_yaml(config))
     write_atomically(folder / "hydra.yaml", OmegaConf.to_yaml(hydra))
     write_atomically(folder / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(words)))
 
 
-def _parser() -> Parser:
-    """Return the parser of launches and sweeps; KEY=VALUE words are not part of it."""
+def _build_parser() -> Parser:
+    """Build the argument parser for the options of launches and sweeps, but not for KEY=VALUE words."""
     epilog = "Any recipe key is a flag too, e.g. --max_prompt_length 512; see docs/migrate.md."
     usage = "%(prog)s [options] [KEY=VALUE ...]"
     parser = Parser(prog=PROGRAM, usage=usage, description=_ABOUT, epilog=epilog, allow_abbrev=False)

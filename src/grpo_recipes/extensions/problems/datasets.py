@@ -19,31 +19,32 @@ _SEED_KEYS = ("problem_seed_start", "problem_seeds")
 _EVAL_SEED_KEYS = ("eval_problem_seed_start", "eval_problem_seeds", "eval_problem_ids")
 
 
-def _modebench_rows(task: str, keys: Lookup, split: str) -> list[Row]:
-    """Return the problems of a ModeBench task and split, as the recipe keys request."""
-    return dataset.rows(task, split, dataset.Settings.read(keys))
+def _make_modebench_rows(task: str, keys: Lookup, split: str) -> list[Row]:
+    """Return the rows of a ModeBench task for the split "train" or "test", by the recipe's modebench_* keys."""
+    return dataset.make_rows(task, split, dataset.Settings.read(keys))
 
 
-def _modebench_fingerprint(task: str, keys: Lookup) -> str:
-    """Return a short hash of the settings that affect the rows of a ModeBench task."""
+def _hash_modebench_settings(task: str, keys: Lookup) -> str:
+    """Return a short hash of the recipe's modebench_* keys and the task; equal hashes mean equal rows."""
     return dataset.Settings.read(keys).fingerprint(task)
 
 
-def _mode_scores(modes: Sequence[Sequence[str | None]], answers: Sequence[str]) -> dict[str, Any]:
-    """Return ModeBench's scores of a benchmark.
+def _compute_mode_scores(modes: Sequence[Sequence[str | None]], answers: Sequence[str]) -> dict[str, Any]:
+    """Return ModeBench's scores mean@k, distinct@k and coverage@k of a benchmark, each with its 95 % interval.
 
-    ``modes`` (problems, samples) has each completion's mode, None if wrong.
+    ``modes`` (problems, samples) has the correct answer (mode) of each completion, None if it is incorrect, and
+    ``answers`` the problems as JSON.
     """
-    return dataset.mode_scores(modes, [dataset.problem_of(answer)["modes"] for answer in answers])
+    return dataset.compute_mode_scores(modes, [dataset.parse_problem(answer)["modes"] for answer in answers])
 
 
-def _seeded_rows(generator: str, keys: Lookup, split: str) -> list[Row]:
-    """Return the problems of a generator and split, as the recipe keys request."""
-    return seeded.rows(generator, split, seeded.Settings.read(keys))
+def _make_seeded_rows(generator: str, keys: Lookup, split: str) -> list[Row]:
+    """Return the rows of a ``seeded:...`` generator for the split "train" or "test", by the recipe's seed keys."""
+    return seeded.make_rows(generator, split, seeded.Settings.read(keys))
 
 
-def _seeded_fingerprint(generator: str, keys: Lookup) -> str:
-    """Return a short hash of the settings that affect the rows of a generator."""
+def _hash_seeded_settings(generator: str, keys: Lookup) -> str:
+    """Return a short hash of the recipe keys that affect the rows of a ``seeded:...`` generator."""
     return seeded.Settings.read(keys).fingerprint(generator)
 
 
@@ -51,11 +52,11 @@ _MODEBENCH = tuple(
     GeneratedData(
         task,
         dataset.COLUMNS,
-        partial(_modebench_rows, task),
-        partial(_modebench_fingerprint, task),
+        partial(_make_modebench_rows, task),
+        partial(_hash_modebench_settings, task),
         size_keys=("modebench_prompts", "modebench_test_prompts"),
         reward="modebench",
-        scoring=Scoring("modes", dataset.mode_of, _mode_scores, baselines),
+        scoring=Scoring("modes", dataset.find_mode, _compute_mode_scores, baselines),
     )
     for task in dataset.TASKS
 )
@@ -63,8 +64,8 @@ _SEEDED = tuple(
     GeneratedData(
         name,
         generator.columns,
-        partial(_seeded_rows, name),
-        partial(_seeded_fingerprint, name),
+        partial(_make_seeded_rows, name),
+        partial(_hash_seeded_settings, name),
         size_keys=("problem_seeds", "eval_problem_seeds"),
         reward="modebench" if generator.task else "satisfiability" if name == seeded.SAT else None,
         ordered=True,

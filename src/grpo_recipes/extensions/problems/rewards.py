@@ -7,8 +7,13 @@ They have the same arguments as the rewards in ``grpo_recipes.rewards.functions`
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_recipes.extensions.problems.modebench.dataset import is_problem, mode_of, right_answers, wrong_answers
-from grpo_recipes.extensions.problems.seeded import assignments, clauses_of, satisfies
+from grpo_recipes.extensions.problems.modebench.dataset import (
+    find_mode,
+    is_problem,
+    list_right_answers,
+    list_wrong_answers,
+)
+from grpo_recipes.extensions.problems.seeded import list_assignments, parse_clauses, satisfies
 from grpo_recipes.rewards.answers import extract_final_text, extract_last_answer
 
 _WRONG = 3  # number of incorrect assignments of all variables to try
@@ -20,7 +25,7 @@ def modebench(completions: list[Any], answer: list[Any], **_: Any) -> list[float
     ``answer`` has the problems as JSON; the reward of a row without a ModeBench problem is None.
     """
     return [
-        float(mode_of(extract_final_text(completion), problem) is not None) if is_problem(problem) else None
+        float(find_mode(extract_final_text(completion), problem) is not None) if is_problem(problem) else None
         for completion, problem in zip(completions, map(str, answer), strict=True)
     ]
 
@@ -34,7 +39,7 @@ def satisfiability(completions: list[Any], clauses: list[Any], **_: Any) -> list
     for completion, text in zip(completions, clauses, strict=True):
         try:
             rewards.append(
-                float(satisfies(extract_last_answer(extract_final_text(completion)) or "", clauses_of(text)))
+                float(satisfies(extract_last_answer(extract_final_text(completion)) or "", parse_clauses(text)))
             )
         except ValueError:
             rewards.append(None)
@@ -42,16 +47,16 @@ def satisfiability(completions: list[Any], clauses: list[Any], **_: Any) -> list
 
 
 def modebench_answers(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
-    """Return a correct answer for each mode, and similar incorrect ones; None if a row has no ModeBench problem."""
+    """Return all correct answers (one per mode) and some incorrect ones; None if the row has no ModeBench problem."""
     answer = row["answer"]
-    return (right_answers(answer), wrong_answers(answer)) if is_problem(answer) else None
+    return (list_right_answers(answer), list_wrong_answers(answer)) if is_problem(answer) else None
 
 
 def satisfiability_answers(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
-    """Return correct assignments, the reference first, and incorrect ones; None if a row has no clauses."""
+    """Return all correct assignments, the reference first, and some incorrect answers; None if a row has no clauses."""
     if not row.get("clauses"):
         return None
-    answer, candidates = row["answer"], list(assignments(clauses_of(row["clauses"])))
+    answer, candidates = row["answer"], list(list_assignments(parse_clauses(row["clauses"])))
     right = [answer, *(text for text, satisfied in candidates if satisfied and text != answer)]
     wrong = [text for text, satisfied in candidates if not satisfied][:_WRONG]
     return right, [*wrong, answer.partition(",")[0], ""]

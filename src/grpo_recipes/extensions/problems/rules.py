@@ -16,54 +16,57 @@ from grpo_recipes.recipe.rules import Condition, Idle, Rule, evaluates, evaluati
 _LARGEST_OF_FOUR = 14  # listing all problems of four larger numbers takes minutes
 
 
-def modebench_tasks(recipe: Recipe) -> list[str]:
-    """Return the ModeBench tasks that a recipe names as dataset, evaluation set or benchmark."""
+def list_modebench_tasks(recipe: Recipe) -> list[str]:
+    """Return the ModeBench tasks (``modebench:...``) that a recipe uses as dataset, evaluation set or benchmark."""
     return [task for task in TASKS if task in (recipe["dataset_name"], evaluation_set(recipe), *recipe["benchmarks"])]
 
 
-def seeded_sets(recipe: Recipe) -> list[str]:
-    """Return the names (``seeded:...``) of the generators of a recipe's training and evaluation problems."""
+def list_seeded_sets(recipe: Recipe) -> list[str]:
+    """Return the names (``seeded:...``) of the generators that a recipe uses as dataset or evaluation set."""
     return [name for name in GENERATORS if name in (recipe["dataset_name"], evaluation_set(recipe))]
 
 
-def puzzles(recipe: Recipe) -> set[str]:
-    """Return the ModeBench tasks (``modebench:...``) of a recipe's problems, including those of seeded problems."""
-    seeded_tasks = {GENERATORS[name].task for name in seeded_sets(recipe)} - {None}
-    return {*modebench_tasks(recipe), *map(str, seeded_tasks)}
+def list_puzzle_tasks(recipe: Recipe) -> set[str]:
+    """Return the ModeBench tasks that a recipe uses, also by generators: ``seeded:countdown`` counts as countdown."""
+    seeded_tasks = {GENERATORS[name].task for name in list_seeded_sets(recipe)} - {None}
+    return {*list_modebench_tasks(recipe), *map(str, seeded_tasks)}
 
 
 def _evaluates_on_seeds(recipe: Recipe) -> bool:
-    """Return whether the evaluation set is generated from seeds."""
+    """Return whether a recipe evaluates during training on problems that are generated from seeds."""
     uses_training_set = is_seeded(recipe["dataset_name"]) and not recipe["eval_dataset_name"]
     return evaluates(recipe) and (uses_training_set or is_seeded(evaluation_set(recipe)))
 
 
-def _shared_seeds(recipe: Recipe) -> list[int]:
-    """Return the seeds that are in both training and evaluations of the same generator; [] for different ones."""
+def _find_shared_seeds(recipe: Recipe) -> list[int]:
+    """Return the seeds that a recipe uses for training and for evaluations; [] if their generators differ."""
     name = recipe["dataset_name"]
     same_set = _evaluates_on_seeds(recipe) and is_seeded(name) and (recipe["eval_dataset_name"] or name) == name
     return seeded.Settings.read(recipe.__getitem__).shared if same_set else []
 
 
-def _lacks(task: str) -> Condition:
-    """Return a function of a recipe that tells whether it has no problems of a ModeBench task."""
-    return lambda recipe: task not in puzzles(recipe)
+def _make_missing_task_condition(task: str) -> Condition:
+    """Return a condition for a rule: a function that returns whether a recipe does not use the ModeBench task."""
+    return lambda recipe: task not in list_puzzle_tasks(recipe)
 
 
 def _format_seeds(seeds: list[int]) -> str:
-    """Return a text for one seed, or for a range of consecutive seeds."""
+    """Return "seed 5" for a single seed, else "the seeds 5 to 9" with the first and the last seed."""
     return f"seed {seeds[0]}" if len(seeds) == 1 else f"the seeds {seeds[0]} to {seeds[-1]}"
 
 
 def _check_problem_count(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield a problem if the keys ``modebench_*`` allow too few problems, or no problem for a seed."""
+    """Generate the problems of a recipe; yield a problem if the ``modebench_*`` keys allow too few or none.
+
+    Yield nothing if a rule rejects one of these keys already.
+    """
     if any(rule.key.startswith("modebench_") and rule.broken(recipe) for rule in RULES):
         return
     settings, seed_settings = dataset.Settings.read(recipe.__getitem__), seeded.Settings.read(recipe.__getitem__)
     generators: dict[str, Callable[[], Any]]
-    generators = {task: partial(dataset.rows, task, "test", settings) for task in modebench_tasks(recipe)}
+    generators = {task: partial(dataset.make_rows, task, "test", settings) for task in list_modebench_tasks(recipe)}
     first = seed_settings.problem_seed_start
-    generators |= {name: partial(seeded.row, name, first, seed_settings) for name in seeded_sets(recipe)}
+    generators |= {name: partial(seeded.make_row, name, first, seed_settings) for name in list_seeded_sets(recipe)}
     for name, generate in generators.items():
         try:
             generate()
@@ -89,34 +92,36 @@ RULES: tuple[Rule, ...] = (
         "{removal}, or remove eval_problem_ids"),
     Rule("eval_problem_ids", lambda r: [seed for seed in r["eval_problem_ids"] or () if seed < 0],
         "{item} can't be a seed", "write whole numbers of 0 or more"),
-    Rule("eval_problem_ids", lambda r: bool(r["eval_problem_ids"]) and _shared_seeds(r),
+    Rule("eval_problem_ids", lambda r: bool(r["eval_problem_ids"]) and _find_shared_seeds(r),
         "{item} is also a training seed: problem_seed_start {problem_seed_start} with problem_seeds {problem_seeds}",
         "write other seeds"),
-    Rule("eval_problem_seed_start", lambda r: not r["eval_problem_ids"] and bool(_shared_seeds(r)),
-        lambda r, _: f"{_format_seeds(_shared_seeds(r))} would be used in training and evaluations: problem_seed_start "
-        f"{r['problem_seed_start']} with problem_seeds {r['problem_seeds']}, eval_problem_seed_start "
-        f"{r['eval_problem_seed_start']} with eval_problem_seeds {r['eval_problem_seeds']}",
+    Rule("eval_problem_seed_start", lambda r: not r["eval_problem_ids"] and bool(_find_shared_seeds(r)),
+        lambda r, _: f"{_format_seeds(_find_shared_seeds(r))} would be used in training and evaluations: "
+        f"problem_seed_start {r['problem_seed_start']} with problem_seeds {r['problem_seeds']}, "
+        f"eval_problem_seed_start {r['eval_problem_seed_start']} with eval_problem_seeds {r['eval_problem_seeds']}",
         lambda r, _: f"set eval_problem_seed_start: {r['problem_seed_start'] + r['problem_seeds']} or more"),
-    Rule("modebench_min_modes", lambda r: puzzles(r) and r["modebench_min_modes"] > r["modebench_max_modes"],
+    Rule("modebench_min_modes", lambda r: list_puzzle_tasks(r) and r["modebench_min_modes"] > r["modebench_max_modes"],
         "modebench_min_modes {modebench_min_modes} exceeds modebench_max_modes {modebench_max_modes}",
         "set modebench_min_modes: {modebench_max_modes} or less"),
-    Rule("modebench_largest_number", lambda r: "modebench:countdown" in puzzles(r)
+    Rule("modebench_largest_number", lambda r: "modebench:countdown" in list_puzzle_tasks(r)
         and r["modebench_numbers"] == 4 and (r["modebench_largest_number"] or 0) > _LARGEST_OF_FOUR,
         "modebench_largest_number {modebench_largest_number} with 4 numbers has too many problems to list quickly",
         f"set modebench_largest_number: {_LARGEST_OF_FOUR} or less"),
     Rule("modebench_hidden",
-        lambda r: "modebench:graph_coloring" in puzzles(r) and r["modebench_hidden"] > r["modebench_vertices"],
+        lambda r: "modebench:graph_coloring" in list_puzzle_tasks(r)
+        and r["modebench_hidden"] > r["modebench_vertices"],
         "modebench_hidden {modebench_hidden} exceeds modebench_vertices {modebench_vertices}",
         "set modebench_hidden: {modebench_vertices} or less"),
 )
 _BOTH = f"the dataset or benchmark {' or '.join(TASKS)}"
 IDLE: tuple[Idle, ...] = (
-    Idle("problem_seed_start problem_seeds", lambda r: not seeded_sets(r), f"a dataset {seeded.SCHEME}..."),
+    Idle("problem_seed_start problem_seeds", lambda r: not list_seeded_sets(r), f"a dataset {seeded.SCHEME}..."),
     Idle("eval_problem_seed_start eval_problem_seeds eval_problem_ids",
-        lambda r: evaluates(r) and not seeded_sets(r), f"a dataset {seeded.SCHEME}..."),
-    *(Idle(" ".join(keys), _lacks(task), f"the dataset or benchmark {task}") for task, keys in TASK_KEYS.items()),
-    Idle("modebench_min_modes modebench_max_modes", lambda r: not puzzles(r), _BOTH),
+        lambda r: evaluates(r) and not list_seeded_sets(r), f"a dataset {seeded.SCHEME}..."),
+    *(Idle(" ".join(keys), _make_missing_task_condition(task), f"the dataset or benchmark {task}")
+        for task, keys in TASK_KEYS.items()),
+    Idle("modebench_min_modes modebench_max_modes", lambda r: not list_puzzle_tasks(r), _BOTH),
     # Seeded datasets do not read these keys.
-    Idle("modebench_prompts modebench_test_prompts modebench_seed", lambda r: not modebench_tasks(r), _BOTH),
+    Idle("modebench_prompts modebench_test_prompts modebench_seed", lambda r: not list_modebench_tasks(r), _BOTH),
 )
 # fmt: on

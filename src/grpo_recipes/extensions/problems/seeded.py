@@ -52,12 +52,12 @@ class Settings:
 
     @classmethod
     def read(cls, value: Callable[[str], Any]) -> Settings:
-        """Read the settings with a function that returns the value of a key, for example ``recipe.__getitem__``."""
+        """Create Settings from recipe keys; ``value`` returns the value of a key, e.g. ``recipe.__getitem__``."""
         seed_keys = [name for name in cls.__dataclass_fields__ if name != "modebench"]
         return cls(**{name: value(name) for name in seed_keys}, modebench=dataset.Settings.read(value))
 
     def seeds(self, split: str) -> Sequence[int]:
-        """Return the seeds of the split ``train`` or ``test``: a range, or the listed evaluation seeds."""
+        """Return the seeds of the split "train" or "test": a range, or eval_problem_ids for "test" if it is set."""
         if split == "test" and self.eval_problem_ids:
             return self.eval_problem_ids
         if split == "test":
@@ -71,7 +71,7 @@ class Settings:
         return [seed for seed in self.seeds("test") if seed in trained]
 
     def fingerprint(self, name: str) -> str:
-        """Return a short hash of everything that affects the rows of a generator."""
+        """Return a short hash of everything that affects the rows of the generator ``name``: versions and settings."""
         inputs = (VERSION, dataset.VERSION, name, sorted(asdict(self).items(), key=str))
         return hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
 
@@ -84,15 +84,15 @@ class Draws:
         self._random = random.Random(int.from_bytes(digest, "big"))
 
     def below(self, count: int) -> int:
-        """Return an integer from 0 to ``count - 1``."""
+        """Draw an integer from 0 to ``count - 1``."""
         return int(self._random.random() * count)
 
     def between(self, least: int, most: int) -> int:
-        """Return an integer from ``least`` to ``most``."""
+        """Draw an integer from ``least`` to ``most``, inclusive."""
         return least + self.below(most - least + 1)
 
     def sample(self, count: int, items: Sequence[int]) -> list[int]:
-        """Return ``count`` different items, in the order of the draws."""
+        """Draw ``count`` items without replacement; return them in the order of the draws."""
         remaining = list(items)
         return [remaining.pop(self.below(len(remaining))) for _ in range(count)]
 
@@ -105,14 +105,17 @@ class Generator(NamedTuple):
     task: str | None = None  # ModeBench task with the same keys and reward
 
 
-def row(name: str, seed: int, settings: Settings) -> dict[str, Any]:
-    """Return the row of a seed: ``problem``, ``answer``, other columns for its reward, and ``problem_seed``."""
+def make_row(name: str, seed: int, settings: Settings) -> dict[str, Any]:
+    """Generate the row of a seed: ``problem``, ``answer``, other columns for its reward, and ``problem_seed``.
+
+    ``name`` is a generator, e.g. seeded:sat. Raise ConfigError if the settings allow no problem.
+    """
     return {**GENERATORS[name].make(Draws(name, seed), settings), SEED_COLUMN: seed}
 
 
-def rows(name: str, split: str, settings: Settings) -> list[dict[str, Any]]:
-    """Return the problems of ``train`` or ``test``, in the order of their seeds."""
-    return [row(name, seed, settings) for seed in settings.seeds(split)]
+def make_rows(name: str, split: str, settings: Settings) -> list[dict[str, Any]]:
+    """Generate a row for each seed of the split "train" or "test", in the order of the seeds."""
+    return [make_row(name, seed, settings) for seed in settings.seeds(split)]
 
 
 def is_seeded(name: str | None) -> bool:
@@ -123,8 +126,8 @@ def is_seeded(name: str | None) -> bool:
 # --- generators -------------------------------------------------------------------------------------------------------
 
 
-def _arithmetic(draws: Draws, _: Settings) -> dict[str, str]:
-    """Make two operations on two two-digit numbers and a one-digit number, with the usual precedence."""
+def _make_arithmetic(draws: Draws, _: Settings) -> dict[str, str]:
+    """Draw an exercise such as 12 + 34 * 5 with + - *; return its ``problem`` and ``answer``."""
     first, second, third = draws.between(10, 99), draws.between(10, 99), draws.between(2, 9)
     operator, next_operator = "+-*"[draws.below(3)], "+-*"[draws.below(3)]
     apply: dict[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul}
@@ -136,14 +139,17 @@ def _arithmetic(draws: Draws, _: Settings) -> dict[str, str]:
     return {"problem": text, "answer": str(result)}
 
 
-def _sums(draws: Draws, _: Settings) -> dict[str, str]:
-    """Make a one-digit sum in the format of the model ``smoke:sums``; a hundred exist."""
+def _make_sum(draws: Draws, _: Settings) -> dict[str, str]:
+    """Draw a one-digit sum such as ``3+4=``, the format of the test model smoke:sums; return problem and answer."""
     first, second = draws.below(10), draws.below(10)
     return {"problem": f"{first}+{second}=", "answer": str(first + second)}
 
 
-def _sat(draws: Draws, _: Settings) -> dict[str, str]:
-    """Make clauses that a drawn assignment satisfies; the answer is this assignment, but others may also be correct."""
+def _make_sat(draws: Draws, _: Settings) -> dict[str, str]:
+    """Draw a satisfiability problem: clauses of three variables that a drawn assignment satisfies.
+
+    Return ``problem``, ``answer`` (this assignment; others may also be correct) and ``clauses`` as JSON.
+    """
     count = draws.between(*_VARIABLES)
     values = [bool(draws.below(2)) for _ in range(count)]
     clauses: list[list[int]] = []
@@ -163,38 +169,44 @@ def _sat(draws: Draws, _: Settings) -> dict[str, str]:
     return {"problem": text, "answer": format_assignment(values), "clauses": json.dumps(clauses)}
 
 
-def _countdown(draws: Draws, settings: Settings) -> dict[str, str]:
-    """Draw one of ModeBench's countdown puzzles that the recipe's keys allow; ConfigError if they allow none."""
+def _draw_countdown(draws: Draws, settings: Settings) -> dict[str, str]:
+    """Draw one of the countdown puzzles that the recipe's keys allow; return its problem and answer.
+
+    Raise ConfigError if they allow none.
+    """
     keys = settings.modebench
-    pool = [puzzle for puzzle in countdown.puzzles(keys.numbers, keys.largest) if puzzle.modes in keys.modes]
+    pool = [puzzle for puzzle in countdown.list_puzzles(keys.numbers, keys.largest) if puzzle.modes in keys.modes]
     if not pool:
-        raise _no_problem()
-    problem, answer, _ = dataset.countdown_row(pool[draws.below(len(pool))])
+        raise _make_limits_error()
+    problem, answer, _ = dataset.make_countdown_row(pool[draws.below(len(pool))])
     return {"problem": problem, "answer": answer}
 
 
-def _graph_coloring(draws: Draws, settings: Settings) -> dict[str, str]:
-    """Draw a graph puzzle of ModeBench; ConfigError if no graph has an allowed number of correct answers."""
+def _draw_graph_coloring(draws: Draws, settings: Settings) -> dict[str, str]:
+    """Draw a graph coloring puzzle; return its problem and answer.
+
+    Raise ConfigError if no drawn graph has an allowed number of correct answers.
+    """
     keys = settings.modebench
-    puzzles = graph_coloring.puzzles(keys.vertices, keys.hidden, keys.modes, 1, draws.below(2**53))
+    puzzles = graph_coloring.draw_puzzles(keys.vertices, keys.hidden, keys.modes, 1, draws.below(2**53))
     if not puzzles:
-        raise _no_problem()
-    problem, answer, _ = dataset.graph_row(puzzles[0])
+        raise _make_limits_error()
+    problem, answer, _ = dataset.make_graph_row(puzzles[0])
     return {"problem": problem, "answer": answer}
 
 
-def _no_problem() -> ConfigError:
-    """Return the error of limits that allow no problem."""
+def _make_limits_error() -> ConfigError:
+    """Return a ConfigError: no problem has between modebench_min_modes and modebench_max_modes correct answers."""
     problem = "no problem has a number of correct answers within these limits"
     return config_error("modebench_min_modes", problem, "widen modebench_min_modes to modebench_max_modes")
 
 
 GENERATORS: dict[str, Generator] = {
-    "seeded:arithmetic": Generator(_arithmetic),
-    "seeded:sums": Generator(_sums),
-    "seeded:sat": Generator(_sat, (*COLUMNS, "clauses")),
-    "seeded:countdown": Generator(_countdown, task="modebench:countdown"),
-    "seeded:graph_coloring": Generator(_graph_coloring, task="modebench:graph_coloring"),
+    "seeded:arithmetic": Generator(_make_arithmetic),
+    "seeded:sums": Generator(_make_sum),
+    "seeded:sat": Generator(_make_sat, (*COLUMNS, "clauses")),
+    "seeded:countdown": Generator(_draw_countdown, task="modebench:countdown"),
+    "seeded:graph_coloring": Generator(_draw_graph_coloring, task="modebench:graph_coloring"),
 }
 SAT = "seeded:sat"
 
@@ -203,12 +215,12 @@ SAT = "seeded:sat"
 
 
 def format_assignment(values: Sequence[bool]) -> str:
-    """Return the values of the variables x1, x2, ... in the format of an answer."""
+    """Return the values of the variables x1, x2, ... as an answer: ``x1=true, x2=false``."""
     return ", ".join(f"x{number}={'true' if value else 'false'}" for number, value in enumerate(values, start=1))
 
 
-def clauses_of(text: Any) -> Clauses:
-    """Return the clauses in a row's column; raise ValueError if it has none."""
+def parse_clauses(text: Any) -> Clauses:
+    """Parse the JSON of a row's column ``clauses``; raise ValueError if it is not a non-empty list of clauses."""
     try:
         clauses = json.loads(text)
         if clauses and all(clause and all(type(part) is int and part for part in clause) for clause in clauses):
@@ -235,8 +247,8 @@ def satisfies(answer: str, clauses: Clauses) -> bool:
     return all(any(values[abs(part)] == (part > 0) for part in clause) for clause in clauses)
 
 
-def assignments(clauses: Clauses) -> Iterator[tuple[str, bool]]:
-    """Yield every assignment of the variables, and whether it satisfies the clauses."""
+def list_assignments(clauses: Clauses) -> Iterator[tuple[str, bool]]:
+    """Yield every assignment of true and false to the variables, as an answer text, and whether it is correct."""
     count = max(abs(part) for clause in clauses for part in clause)
     for values in product((False, True), repeat=count):
         answer = format_assignment(values)

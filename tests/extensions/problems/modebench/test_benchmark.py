@@ -19,7 +19,7 @@ from grpo_recipes.evaluate.benchmarks import (
     make_recipe_scorer,
     run_benchmarks,
 )
-from grpo_recipes.extensions.problems.modebench.dataset import mode_of, mode_scores, right_answers
+from grpo_recipes.extensions.problems.modebench.dataset import compute_mode_scores, find_mode, list_right_answers
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.rollouts.backends import problem_seed
 from grpo_recipes.runs.rundir import finish_summary
@@ -56,7 +56,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, trainer: Any) -> None:
         return [*trainer.processing_class(text).input_ids, *trainer.eos_token_ids]
 
     def sample(prompts: Any, how: Any) -> list[list[list[int]]]:
-        pairs = [right_answers(golds[prompt.seed])[:2] for prompt in prompts]
+        pairs = [list_right_answers(golds[prompt.seed])[:2] for prompt in prompts]
         boxed = [
             [rf"\boxed{{{first}}}", rf"\boxed{{{second}}}", rf"or \boxed{{{first}}}", r"\boxed{4}"]
             for first, second in pairs
@@ -79,9 +79,9 @@ def test_scores_modes_and_baselines(trainer: Any, answering: None, tmp_path: Pat
     assert len(rows) == 6
     for row in rows:
         assert row["scores"] == [1.0, 1.0, 1.0, 0.0]
-        assert row["modes"] == [mode_of(text, row["gold"]) for text in row["completions"]]
+        assert row["modes"] == [find_mode(text, row["gold"]) for text in row["completions"]]
     expected = {**pass_at_k_table([row["scores"] for row in rows]), "reward": "modebench", "problems": 6, "samples": 4}
-    expected |= mode_scores([row["modes"] for row in rows], [json.loads(row["gold"])["modes"] for row in rows])
+    expected |= compute_mode_scores([row["modes"] for row in rows], [json.loads(row["gold"])["modes"] for row in rows])
     assert result.items() >= expected.items()
     assert (result["pass@1"], result["mean@4"], result["distinct@4"]) == (0.75, 0.75, 2.0)
     assert result["baselines"].keys() == {"random", "constant"}

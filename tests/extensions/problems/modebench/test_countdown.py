@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from grpo_recipes.extensions.problems.modebench.countdown import (
     NotAnExpression,
-    _all_forms,
+    _list_all_forms,
     count_expressions,
     count_modes,
-    parse,
-    puzzles,
+    list_puzzles,
+    parse_expression,
 )
 
 # sha256 of the sorted [[numbers, target, modes], ...]. ORIGIN: pools of the original ModeBench with 2 to 8 modes. Its
@@ -44,7 +44,7 @@ def digest(rows: list[list[object]]) -> str:
 
 
 def as_rows(count: int, largest: int) -> list[list[object]]:
-    return [[list(puzzle.numbers), puzzle.target, puzzle.modes] for puzzle in puzzles(count, largest)]
+    return [[list(puzzle.numbers), puzzle.target, puzzle.modes] for puzzle in list_puzzles(count, largest)]
 
 
 @cache
@@ -108,9 +108,9 @@ def test_the_pool_of_the_default_keys() -> None:
 def test_as_many_modes_as_there_are_inequivalent_expressions() -> None:
     """OEIS A140606."""
     numbers = (7, 101, 10007, 1000003)
-    assert [len(_all_forms(numbers[:count])) for count in (1, 2, 3, 4)] == [1, 6, 68, 1170]
+    assert [len(_list_all_forms(numbers[:count])) for count in (1, 2, 3, 4)] == [1, 6, 68, 1170]
     for count in (2, 3, 4):
-        assert sum(how_often for _, how_often in _all_forms(numbers[:count]).values()) == count_expressions(count)
+        assert sum(how_often for _, how_often in _list_all_forms(numbers[:count]).values()) == count_expressions(count)
 
 
 def test_a_mode_is_what_is_equal_whatever_the_numbers_are() -> None:
@@ -122,7 +122,7 @@ def test_a_mode_is_what_is_equal_whatever_the_numbers_are() -> None:
     for order in permutations(names):
         for expression in every_expression(order):
             values = tuple(value_at(expression, point) for point in points)
-            key = parse(expression).key
+            key = parse_expression(expression).key
             meant.setdefault(values, set()).add(key)
             keys.setdefault(key, set()).add(values)
     assert all(len(group) == 1 for group in meant.values()) and all(len(group) == 1 for group in keys.values())
@@ -140,7 +140,7 @@ def test_ways_are_counted_as_they_can_be_written(numbers: tuple[int, ...], targe
     for order in permutations(map(str, numbers)):
         for expression in every_expression(order):
             try:
-                expression_tree = parse(expression)
+                expression_tree = parse_expression(expression)
             except NotAnExpression:
                 continue
             counted[expression_tree.key] += expression_tree.value == target
@@ -148,11 +148,11 @@ def test_ways_are_counted_as_they_can_be_written(numbers: tuple[int, ...], targe
 
 
 def test_every_mode_of_every_puzzle_is_an_expression_that_makes_the_target() -> None:
-    for puzzle in random.Random(0).sample(puzzles(3, 12), 300) + random.Random(0).sample(puzzles(4, 8), 100):
+    for puzzle in random.Random(0).sample(list_puzzles(3, 12), 300) + random.Random(0).sample(list_puzzles(4, 8), 100):
         keys = list(count_modes(puzzle.numbers, puzzle.target))
         assert len(keys) == puzzle.modes
         for key in keys:
-            expression = parse(key)
+            expression = parse_expression(key)
             assert (expression.numbers, expression.value, expression.key) == (puzzle.numbers, puzzle.target, key)
 
 
@@ -174,13 +174,13 @@ def test_every_mode_of_every_puzzle_is_an_expression_that_makes_the_target() -> 
     ],
 )
 def test_what_only_looks_different_is_one_mode(text: str, other: str) -> None:
-    assert parse(text).key == parse(other).key
-    assert parse(text).value == parse(other).value
+    assert parse_expression(text).key == parse_expression(other).key
+    assert parse_expression(text).value == parse_expression(other).value
 
 
 @pytest.mark.parametrize(("text", "other"), [("2+8-4", "2*8-4"), ("8/4+2", "8/(4+2)"), ("8-(4-2)", "8-4-2")])
 def test_what_is_different_is_not(text: str, other: str) -> None:
-    assert parse(text).key != parse(other).key
+    assert parse_expression(text).key != parse_expression(other).key
 
 
 @pytest.mark.parametrize(
@@ -194,24 +194,24 @@ def test_what_is_different_is_not(text: str, other: str) -> None:
 )  # fmt: skip
 def test_what_is_no_expression(text: str) -> None:
     with pytest.raises(NotAnExpression):
-        parse(text)
+        parse_expression(text)
 
 
 def test_many_brackets_and_signs_are_read() -> None:
-    assert parse("(" * 99 + "2" + ")" * 99).key == "2"
-    assert parse("-" * 198 + "2").value == 2
+    assert parse_expression("(" * 99 + "2" + ")" * 99).key == "2"
+    assert parse_expression("-" * 198 + "2").value == 2
 
 
 @given(st.text("0123456789+-*/() ", max_size=210))
 @settings(max_examples=200)
 def test_whatever_is_read_is_what_python_computes(text: str) -> None:
     try:
-        expression = parse(text)
+        expression = parse_expression(text)
     except NotAnExpression:
         return
     exact = "".join(f"Fraction({part})" if part.isdecimal() else part for part in tokens(text))
     assert eval(exact, {"Fraction": Fraction}) == expression.value
-    assert parse(expression.key).value in (expression.value, -expression.value)
+    assert parse_expression(expression.key).value in (expression.value, -expression.value)
 
 
 def tokens(text: str) -> list[str]:

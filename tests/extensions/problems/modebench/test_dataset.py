@@ -16,7 +16,7 @@ import pytest
 from grpo_recipes.data.prompts import load_eval_prompts, load_prompts
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.evaluate.benchmarks import load_problems
-from grpo_recipes.extensions.problems.modebench.dataset import TASK_KEYS, TASKS, Settings, rows
+from grpo_recipes.extensions.problems.modebench.dataset import TASK_KEYS, TASKS, Settings, make_rows
 from grpo_recipes.paths import find_code_root
 from grpo_recipes.recipe.keys import catalogue
 
@@ -35,14 +35,14 @@ OTHER_VALUES = {
 
 
 def digest(task: str, split: str, settings: Settings = DEFAULTS) -> str:
-    lines = "\n".join(json.dumps(row, sort_keys=True) for row in rows(task, split, settings))
+    lines = "\n".join(json.dumps(row, sort_keys=True) for row in make_rows(task, split, settings))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 @pytest.mark.parametrize(("task", "split"), PINNED)
 def test_the_splits_are_these(task: str, split: str) -> None:
     assert digest(task, split) == PINNED[task, split]
-    assert len(rows(task, split, DEFAULTS)) == {"train": 384, "test": 128}[split]
+    assert len(make_rows(task, split, DEFAULTS)) == {"train": 384, "test": 128}[split]
 
 
 def interpreter(version: str) -> str | None:
@@ -67,10 +67,10 @@ def test_another_python_makes_the_same_rows(version: str) -> None:
         "import sys, json, hashlib, types; sys.path.insert(0, sys.argv[1])\n"
         "package = sys.modules['grpo_recipes.extensions.problems'] = types.ModuleType('problems')\n"
         "package.__path__ = [f'{sys.argv[1]}/grpo_recipes/extensions/problems']\n"
-        "from grpo_recipes.extensions.problems.modebench.dataset import Settings, rows\n"
+        "from grpo_recipes.extensions.problems.modebench.dataset import Settings, make_rows\n"
         f"settings = {DEFAULTS!r}\n"
         "for task, split in json.loads(sys.argv[2]):\n"
-        "    lines = '\\n'.join(json.dumps(row, sort_keys=True) for row in rows(task, split, settings))\n"
+        "    lines = '\\n'.join(json.dumps(row, sort_keys=True) for row in make_rows(task, split, settings))\n"
         "    print(hashlib.sha256(lines.encode()).hexdigest())\n"
     )
     command = [python, "-c", code, str(find_code_root() / "src"), json.dumps(list(PINNED))]
@@ -81,15 +81,15 @@ def test_another_python_makes_the_same_rows(version: str) -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_no_problem_is_in_both_splits_or_twice(task: str) -> None:
     for settings in (DEFAULTS, replace(DEFAULTS, prompts=200, seed=5)):
-        prompts = [row["problem"] for split in ("train", "test") for row in rows(task, split, settings)]
+        prompts = [row["problem"] for split in ("train", "test") for row in make_rows(task, split, settings)]
         assert len(set(prompts)) == len(prompts) == settings.prompts + settings.test_prompts
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_test_split_does_not_depend_on_the_size_of_the_other(task: str) -> None:
     fewer = replace(DEFAULTS, prompts=10)
-    assert rows(task, "test", fewer) == rows(task, "test", DEFAULTS)
-    assert rows(task, "train", fewer) == rows(task, "train", DEFAULTS)[:10]
+    assert make_rows(task, "test", fewer) == make_rows(task, "test", DEFAULTS)
+    assert make_rows(task, "train", fewer) == make_rows(task, "train", DEFAULTS)[:10]
 
 
 @pytest.mark.parametrize("name", OTHER_VALUES)
@@ -107,15 +107,17 @@ def test_every_key_changes_the_data(name: str) -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_modes_are_as_asked_for(task: str) -> None:
     for low, high in ((2, 24), (1, 1), (3, 4)):
-        test_rows = rows(task, "test", replace(DEFAULTS, min_modes=low, max_modes=high, prompts=10, test_prompts=10))
+        test_rows = make_rows(
+            task, "test", replace(DEFAULTS, min_modes=low, max_modes=high, prompts=10, test_prompts=10)
+        )
         assert all(low <= row["modes"] <= high for row in test_rows)
         assert all(json.loads(row["answer"])["modes"] == row["modes"] for row in test_rows)
 
 
 def test_too_many_are_refused_with_how_many_there_are() -> None:
     with pytest.raises(ConfigError, match="only 725 exist"):
-        rows("modebench:countdown", "train", replace(DEFAULTS, prompts=598))
-    assert len(rows("modebench:countdown", "train", replace(DEFAULTS, prompts=597))) == 597
+        make_rows("modebench:countdown", "train", replace(DEFAULTS, prompts=598))
+    assert len(make_rows("modebench:countdown", "train", replace(DEFAULTS, prompts=597))) == 597
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_the_key_that_is_too_large_is_named_with_a_number_that_is_not(
     changes: dict[str, int], key: str, fix: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        rows("modebench:countdown", "train", replace(DEFAULTS, **changes))
+        make_rows("modebench:countdown", "train", replace(DEFAULTS, **changes))
     (problem,) = error.value.problems
     assert problem.where == key and problem.fix.startswith(fix)
 
@@ -164,7 +166,7 @@ def test_too_many_are_refused_where_they_are_loaded(tokenizer: Any) -> None:
 
 def test_a_benchmark_has_the_test_split() -> None:
     problems = load_problems("modebench:countdown", arguments(dataset_name="x"), 0)
-    expected = rows("modebench:countdown", "test", replace(DEFAULTS, prompts=20))
+    expected = make_rows("modebench:countdown", "test", replace(DEFAULTS, prompts=20))
     assert [(problem.prompt[-1]["content"], problem.gold) for problem in problems] == [
         (row["problem"], row["answer"]) for row in expected
     ]

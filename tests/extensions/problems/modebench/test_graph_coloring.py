@@ -6,7 +6,12 @@ from itertools import product
 
 import pytest
 
-from grpo_recipes.extensions.problems.modebench.graph_coloring import Edges, completions, mode, puzzles
+from grpo_recipes.extensions.problems.modebench.graph_coloring import (
+    Edges,
+    complete_coloring,
+    draw_puzzles,
+    list_colorings,
+)
 
 TRIANGLE: Edges = ((1, 2), (1, 3), (2, 3))
 
@@ -23,17 +28,17 @@ def by_hand(edges: Edges, partial: str) -> list[str]:
 
 @pytest.mark.parametrize(("vertices", "hidden"), [(6, 3), (8, 5), (5, 5)])
 def test_puzzles_have_the_completions_they_say(vertices: int, hidden: int) -> None:
-    drawn = puzzles(vertices, hidden, range(2, 25), 40, seed=1)
+    drawn = draw_puzzles(vertices, hidden, range(2, 25), 40, seed=1)
     assert len({(puzzle.edges, puzzle.partial) for puzzle in drawn}) == 40
     for puzzle in drawn:
         right = by_hand(puzzle.edges, puzzle.partial)
-        assert completions(puzzle.edges, puzzle.partial) == right
+        assert list_colorings(puzzle.edges, puzzle.partial) == right
         assert (puzzle.vertices, puzzle.partial.count("?"), puzzle.modes) == (vertices, hidden, len(right))
         assert 2 <= len(right) <= 24
         assert vertices <= len(puzzle.edges) <= 2 * vertices and list(puzzle.edges) == sorted(set(puzzle.edges))
         for colors in product("123", repeat=hidden):
             answer = "".join(colors)
-            assert (mode(puzzle.edges, puzzle.partial, answer) is not None) == (answer in right)
+            assert (complete_coloring(puzzle.edges, puzzle.partial, answer) is not None) == (answer in right)
 
 
 @pytest.mark.parametrize(
@@ -45,18 +50,18 @@ def test_puzzles_have_the_completions_they_say(vertices: int, hidden: int) -> No
     ],
 )  # fmt: skip
 def test_answers(answer: str, right: str | None) -> None:
-    assert mode(TRIANGLE, "1??", answer) == right
+    assert complete_coloring(TRIANGLE, "1??", answer) == right
 
 
 def test_more_puzzles_begin_with_the_same_and_a_seed_draws_others() -> None:
-    few, many, other_seed = (puzzles(8, 5, range(2, 25), count, seed) for count, seed in ((5, 3), (9, 3), (9, 4)))
+    few, many, other_seed = (draw_puzzles(8, 5, range(2, 25), count, seed) for count, seed in ((5, 3), (9, 3), (9, 4)))
     assert many[:5] == few
     assert not {puzzle.partial for puzzle in many} <= {puzzle.partial for puzzle in other_seed}
 
 
 def test_shown_ends_of_an_edge_that_are_alike_leave_nothing() -> None:
-    assert completions(TRIANGLE, "11?") == []
+    assert list_colorings(TRIANGLE, "11?") == []
 
 
 def test_where_there_are_no_more_it_ends() -> None:
-    assert len(puzzles(3, 1, range(2, 3), 100, seed=0)) < 30
+    assert len(draw_puzzles(3, 1, range(2, 3), 100, seed=0)) < 30

@@ -10,8 +10,8 @@ from itertools import permutations, product
 import pytest
 
 from grpo_recipes.extensions.problems.modebench import baselines as module
-from grpo_recipes.extensions.problems.modebench.baselines import baselines, constant_answer, random_guesser
-from grpo_recipes.extensions.problems.modebench.dataset import Settings, mode_of, mode_scores, rows
+from grpo_recipes.extensions.problems.modebench.baselines import baselines, score_constant_answer, score_random_guesser
+from grpo_recipes.extensions.problems.modebench.dataset import Settings, compute_mode_scores, find_mode, make_rows
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.stats import format_result, score_names
 
@@ -23,7 +23,7 @@ PAIR = json.dumps({"task": "graph_coloring", "edges": [[1, 2]], "partial": "??3"
 
 def test_hand_made_completions() -> None:
     modes = [["a", "a", None, "b"], [None] * 4, ["c"] * 4, ["d", "e", "f", "g"]]
-    scores = mode_scores(modes, [2, 3, 4, 8])
+    scores = compute_mode_scores(modes, [2, 3, 4, 8])
     assert {key: scores[key] for key in score_names(scores)} == {
         "mean@4": (0.75 + 0 + 1 + 1) / 4,
         "distinct@4": (2 + 0 + 1 + 4) / 4,
@@ -36,7 +36,7 @@ def test_hand_made_completions() -> None:
 
 
 def test_coverage_is_never_above_1() -> None:
-    scores = mode_scores([["a", "b"]], [1])
+    scores = compute_mode_scores([["a", "b"]], [1])
     assert (scores["coverage@2"], scores["distinct@2"], scores["distinct@2_ci"]) == (1.0, 2.0, [0.0, 2.0])
 
 
@@ -50,11 +50,11 @@ def test_a_guesser_is_right_as_often_as_guesses_are() -> None:
     ]
     colours = ["".join(colours) for colours in product("123", repeat=2)]
     for problem, every in ((COUNTDOWN, guesses), (TRIANGLE, colours), (PAIR, colours)):
-        modes = [mode_of(text, problem) for text in every]
+        modes = [find_mode(text, problem) for text in every]
         chances = {mode: modes.count(mode) / len(modes) for mode in modes if mode is not None}
         right = sum(chances.values())
         distinct = sum(1 - (1 - chance) ** 4 for chance in chances.values())
-        scores = random_guesser([problem], 4)
+        scores = score_random_guesser([problem], 4)
         assert scores["pass@1"] == scores["mean@4"] == pytest.approx(right, abs=1e-6)
         assert scores["pass@4"] == pytest.approx(1 - (1 - right) ** 4, abs=1e-6)
         assert scores["distinct@4"] == pytest.approx(distinct, abs=1e-6)
@@ -63,22 +63,22 @@ def test_a_guesser_is_right_as_often_as_guesses_are() -> None:
 
 def test_a_guesser_who_is_played_scores_that() -> None:
     rng = random.Random(0)
-    answers = [row["answer"] for row in rows("modebench:graph_coloring", "test", DEFAULTS)]
+    answers = [row["answer"] for row in make_rows("modebench:graph_coloring", "test", DEFAULTS)]
     drawn = [
-        [mode_of("".join(rng.choices("123", k=5)), answer) for _ in range(8)] for answer in answers for _ in range(20)
+        [find_mode("".join(rng.choices("123", k=5)), answer) for _ in range(8)] for answer in answers for _ in range(20)
     ]
-    played = mode_scores(drawn, [json.loads(answer)["modes"] for answer in answers for _ in range(20)])
-    exact = random_guesser(answers, 8)
+    played = compute_mode_scores(drawn, [json.loads(answer)["modes"] for answer in answers for _ in range(20)])
+    exact = score_random_guesser(answers, 8)
     for key in ("mean@8", "distinct@8", "coverage@8"):
         assert played[key] == pytest.approx(exact[key], rel=0.15)
 
 
 def test_the_best_constant() -> None:
-    scores = constant_answer([TRIANGLE, PAIR, PAIR], 4)
+    scores = score_constant_answer([TRIANGLE, PAIR, PAIR], 4)
     assert scores["answer"] == "23"  # right everywhere, and before 32
     assert [scores[key] for key in ("pass@1", "pass@4", "mean@4", "distinct@4")] == [1.0] * 4
     assert scores["coverage@4"] == pytest.approx((1 / 2 + 1 / 6 + 1 / 6) / 3, abs=1e-6)
-    assert constant_answer([COUNTDOWN, TRIANGLE], 1)["pass@1"] == 0.5
+    assert score_constant_answer([COUNTDOWN, TRIANGLE], 1)["pass@1"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -91,15 +91,15 @@ def test_the_best_constant() -> None:
     ],
 )
 def test_what_knows_nothing_scores_on_the_default_test_splits(task: str, name: str, expected: dict[str, float]) -> None:
-    scores = baselines([row["answer"] for row in rows(f"modebench:{task}", "test", DEFAULTS)], 8)[name]
+    scores = baselines([row["answer"] for row in make_rows(f"modebench:{task}", "test", DEFAULTS)], 8)[name]
     assert {key: scores[key] for key in expected} == pytest.approx(expected, abs=0.0006)
 
 
 def test_more_hidden_vertices_are_harder_to_guess() -> None:
     chances = []
     for hidden in (3, 4, 5, 6):
-        test_rows = rows("modebench:graph_coloring", "test", replace(DEFAULTS, hidden=hidden))
-        chances.append(random_guesser([row["answer"] for row in test_rows], 8)["mean@8"])
+        test_rows = make_rows("modebench:graph_coloring", "test", replace(DEFAULTS, hidden=hidden))
+        chances.append(score_random_guesser([row["answer"] for row in test_rows], 8)["mean@8"])
     assert chances == sorted(chances, reverse=True) and chances[0] > 5 * chances[-1]
 
 

@@ -11,12 +11,12 @@ import pytest
 from grpo_recipes.extensions.problems.modebench.dataset import (
     TASKS,
     Settings,
-    answer_in,
-    mode_of,
-    problem_of,
-    right_answers,
-    rows,
-    wrong_answers,
+    extract_answer,
+    find_mode,
+    list_right_answers,
+    list_wrong_answers,
+    make_rows,
+    parse_problem,
 )
 from grpo_recipes.rewards.score import make_reward
 
@@ -51,7 +51,7 @@ KEY = "2+8-4"
     ],
 )
 def test_where_the_answer_is(text: str, answer: str | None) -> None:
-    assert answer_in(text) == answer
+    assert extract_answer(text) == answer
 
 
 @pytest.mark.parametrize(
@@ -88,35 +88,35 @@ def test_where_the_answer_is(text: str, answer: str | None) -> None:
     ],
 )
 def test_countdown(answer: str, right: bool) -> None:
-    mode = mode_of(rf"\boxed{{{answer}}}", COUNTDOWN)
+    mode = find_mode(rf"\boxed{{{answer}}}", COUNTDOWN)
     assert (mode is not None) == right
-    assert mode in (None, *right_answers(COUNTDOWN))
+    assert mode in (None, *list_right_answers(COUNTDOWN))
 
 
 def test_one_idea_cannot_be_many_modes() -> None:
     writings = ["2+8-4", "8+2-4", "(2+8)-4", "2+(8-4)", "8-(4-2)", "2-(4-8)", "-4+2+8", "-(4-2-8)", "--2+8-4", "2--8-4"]
-    assert {mode_of(rf"\boxed{{{text}}}", COUNTDOWN) for text in writings} == {KEY}
+    assert {find_mode(rf"\boxed{{{text}}}", COUNTDOWN) for text in writings} == {KEY}
 
 
 @pytest.mark.parametrize(("answer", "right"), [("23", True), ("132", True), ("22", False), ("2 3", False), ("", False)])
 def test_graph_coloring(answer: str, right: bool) -> None:
-    assert (mode_of(rf"\boxed{{{answer}}}", GRAPH) is not None) == right
+    assert (find_mode(rf"\boxed{{{answer}}}", GRAPH) is not None) == right
 
 
 def test_short_and_full_answers_are_one_mode() -> None:
-    assert mode_of(r"\boxed{23}", GRAPH) == mode_of("123", GRAPH) == "123"
+    assert find_mode(r"\boxed{23}", GRAPH) == find_mode("123", GRAPH) == "123"
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, FOUR])
 @pytest.mark.parametrize("task", TASKS)
 def test_every_mode_of_every_problem_scores_1_and_wrong_answers_do_not(task: str, settings: Settings) -> None:
     reward = make_reward("modebench", None, None)
-    for row in rows(task, "train", settings):
-        right, wrong = right_answers(row["answer"]), wrong_answers(row["answer"])
+    for row in make_rows(task, "train", settings):
+        right, wrong = list_right_answers(row["answer"]), list_wrong_answers(row["answer"])
         texts = [rf"\boxed{{{text}}}" for text in (*right, *wrong)]
         scores = reward(completions=texts, answer=[row["answer"]] * len(texts))
         assert scores == [1.0] * len(right) + [0.0] * len(wrong) and wrong
-        assert len({mode_of(text, row["answer"]) for text in texts[: len(right)]}) == row["modes"]
+        assert len({find_mode(text, row["answer"]) for text in texts[: len(right)]}) == row["modes"]
 
 
 def test_garbage_neither_passes_nor_hangs() -> None:
@@ -146,9 +146,9 @@ def test_garbage_neither_passes_nor_hangs() -> None:
     for _ in range(2000):
         text = "".join(rng.choices(pieces, k=30))
         for problem in (COUNTDOWN, GRAPH):
-            assert mode_of(text, problem) in (None, *right_answers(problem), "123", "132")
+            assert find_mode(text, problem) in (None, *list_right_answers(problem), "123", "132")
     for text in (r"\boxed{" * 5000, r"\boxed{" + "(" * 5000 + "}", r"\boxed{" + "-" * 10**5 + "2}", "9" * 10**6):
-        assert mode_of(text, COUNTDOWN) is None
+        assert find_mode(text, COUNTDOWN) is None
     assert time.perf_counter() - began < 10
 
 
@@ -157,5 +157,5 @@ def test_garbage_neither_passes_nor_hangs() -> None:
 )
 def test_another_reference_solution_is_not_judged(answer: str) -> None:
     with pytest.raises(ValueError, match="not a problem of ModeBench"):
-        problem_of(answer)
+        parse_problem(answer)
     assert make_reward("modebench", None, None)(completions=["6"], answer=[answer]) == [None]

@@ -10,22 +10,32 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_recipes.extensions.problems.modebench import countdown, dataset, graph_coloring
-from grpo_recipes.extensions.problems.modebench.dataset import TASKS, Settings, problem_of, right_answers, summarize
+from grpo_recipes.extensions.problems.modebench.dataset import (
+    TASKS,
+    Settings,
+    list_right_answers,
+    parse_problem,
+    summarize,
+)
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.stats import reported_ks, score_names
 
 
 def baselines(answers: Sequence[str], samples: int) -> dict[str, dict[str, Any]]:
-    """Return the scores of ``random`` and ``constant`` on JSON problems of ``dataset.rows``, up to k = ``samples``."""
-    return {"random": random_guesser(answers, samples), "constant": constant_answer(answers, samples)}
+    """Return the scores of a random guesser ("random") and of the best constant answer ("constant").
 
-
-def random_guesser(answers: Sequence[str], samples: int) -> dict[str, Any]:
-    """Return the expected scores of a model that guesses uniformly.
-
-    In countdown it guesses orders, brackets and operators, in graph coloring colors.
+    ``answers`` are problems of ``dataset.make_rows`` as JSON. The scores go up to pass@k with k = ``samples``.
     """
-    mode_chances = [_chances(answer) for answer in answers]
+    return {"random": score_random_guesser(answers, samples), "constant": score_constant_answer(answers, samples)}
+
+
+def score_random_guesser(answers: Sequence[str], samples: int) -> dict[str, Any]:
+    """Compute the expected scores of a model that guesses uniformly, without sampling.
+
+    In countdown it guesses orders, brackets and operators, in graph coloring the hidden colors. ``answers`` are
+    problems as JSON, and ``samples`` is k.
+    """
+    mode_chances = [_compute_mode_chances(answer) for answer in answers]
     right = [sum(chances) for chances in mode_chances]
     estimates = {f"pass@{k}": [1 - (1 - chance) ** k for chance in right] for k in reported_ks(samples)}
     distinct = [sum(1 - (1 - chance) ** samples for chance in chances) for chances in mode_chances]
@@ -36,9 +46,12 @@ def random_guesser(answers: Sequence[str], samples: int) -> dict[str, Any]:
     return summarize(estimates)
 
 
-def constant_answer(answers: Sequence[str], samples: int) -> dict[str, Any]:
-    """Return the scores of the best single answer to all problems, and that answer under ``answer``."""
-    right = [right_answers(answer) for answer in answers]
+def score_constant_answer(answers: Sequence[str], samples: int) -> dict[str, Any]:
+    """Find the text that is a correct answer to the most problems; return the scores of always giving it.
+
+    The result has this text as ``answer``. ``answers`` are problems as JSON, and ``samples`` is k.
+    """
+    right = [list_right_answers(answer) for answer in answers]
     counts = Counter(text for texts in right for text in texts)
     best = min(counts, key=lambda text: (-counts[text], text))
     hits = [float(best in texts) for texts in right]
@@ -48,9 +61,9 @@ def constant_answer(answers: Sequence[str], samples: int) -> dict[str, Any]:
     return {**summarize(estimates), "answer": best}
 
 
-def _chances(answer: str) -> list[float]:
-    """Return for each correct answer (mode) of a problem the chance that one uniform guess gives it."""
-    problem = problem_of(answer)
+def _compute_mode_chances(answer: str) -> list[float]:
+    """Return the chance that one uniform guess gives a correct answer, for each distinct correct answer (mode)."""
+    problem = parse_problem(answer)
     if problem["task"] == "countdown":
         numbers = tuple(problem["numbers"])
         total = countdown.count_expressions(len(numbers))
@@ -63,7 +76,7 @@ def main(samples: int = 8) -> None:
     """Print the scores of both baselines on the test splits of the default keys, up to pass@``samples``."""
     settings = Settings.read(lambda key: catalogue()[key]["default"])
     for task in TASKS:
-        answers = [row["answer"] for row in dataset.rows(task, "test", settings)]
+        answers = [row["answer"] for row in dataset.make_rows(task, "test", settings)]
         for name, scores in baselines(answers, samples).items():
             line = ", ".join(f"{key} {scores[key]:.3f}" for key in score_names(scores))
             print(f"{task:<25} {name:<9} {line}")

@@ -39,44 +39,52 @@ class CountdownPuzzle:
 
 
 def combine(operator: str, left_form: Signed, right_form: Signed) -> Signed:
-    """Return the normal form of two forms with one of the operators + - * / between them."""
+    """Return the normal form of ``left_form operator right_form``: sums and products flattened, sorted, signs factored.
+
+    ``operator`` is one of + - * /.
+    """
     if operator in "+-":
         terms = sorted(
-            (*_parts(left_form, _SUM), *_parts(right_form if operator == "+" else negated(right_form), _SUM))
+            (*_list_parts(left_form, _SUM), *_list_parts(right_form if operator == "+" else negate(right_form), _SUM))
         )
         first = terms[0][1]
         return first, (_SUM, tuple((form, sign * first) for form, sign in terms))
     exponent = -1 if operator == "/" else 1
-    factors = _parts((1, left_form[1]), _PRODUCT)
-    factors += [(form, power * exponent) for form, power in _parts((1, right_form[1]), _PRODUCT)]
+    factors = _list_parts((1, left_form[1]), _PRODUCT)
+    factors += [(form, power * exponent) for form, power in _list_parts((1, right_form[1]), _PRODUCT)]
     return left_form[0] * right_form[0], (_PRODUCT, tuple(sorted(factors)))
 
 
-def negated(signed: Signed) -> Signed:
-    """Return the form with the opposite sign."""
+def negate(signed: Signed) -> Signed:
+    """Return a signed form with the opposite sign."""
     return -signed[0], signed[1]
 
 
-def _parts(signed: Signed, kind: int) -> list[tuple[Form, int]]:
+def _list_parts(signed: Signed, kind: int) -> list[tuple[Form, int]]:
     """Return the terms (``kind`` _SUM) or factors (_PRODUCT) of a form; a form of another kind is its only part."""
     sign, form = signed
     return [(part, sign * power) for part, power in form[1]] if form[0] == kind else [(form, sign)]
 
 
-def text(signed: Signed) -> str:
-    """Return a form as an expression, the key of its mode; it avoids a leading minus if possible."""
+def format_form(signed: Signed) -> str:
+    """Write a normal form as an expression, e.g. ``2*(5-3)``; the text identifies the mode.
+
+    A leading minus is avoided if possible.
+    """
     sign, (kind, parts) = signed
     if kind == _NUMBER:
         return f"{'-' if sign < 0 else ''}{parts}"
     if kind == _SUM:
         terms = sorted(((part, part_sign * sign) for part, part_sign in parts), key=lambda term: -term[1])
-        expression = "".join(f"{'+' if term_sign > 0 else '-'}{text((1, part))}" for part, term_sign in terms)
+        expression = "".join(f"{'+' if term_sign > 0 else '-'}{format_form((1, part))}" for part, term_sign in terms)
         return expression.removeprefix("+")
     # A factor that is a sum with terms of both signs can absorb the minus: (a-b) becomes (b-a).
     mixed_sums = [part for part, _ in parts if part[0] == _SUM and any(term_sign < 0 for _, term_sign in part[1])]
     flipped = mixed_sums[0] if mixed_sums and sign < 0 else None
-    factors = [(f"({text((-1 if part is flipped else 1, part))})" if part[0] == _SUM else text((1, part)), power)
-               for part, power in parts]  # fmt: skip
+    factors = [
+        (f"({format_form((-1 if part is flipped else 1, part))})" if part[0] == _SUM else format_form((1, part)), power)
+        for part, power in parts
+    ]
     numerator = "*".join(factor for factor, power in factors if power > 0)
     product = numerator + "".join(f"/{factor}" for factor, power in factors if power < 0)
     return f"-{product}" if sign < 0 and flipped is None else product
@@ -87,9 +95,9 @@ Forms = dict[Signed, tuple[Value, int]]  # form -> its value, and the number of 
 
 
 def count_modes(numbers: tuple[int, ...], target: int) -> dict[str, int]:
-    """Return mode -> number of its expressions, for every mode of a puzzle with different numbers."""
+    """Return the number of expressions of each mode (as a text) that makes ``target`` from all of the numbers."""
     forms = _make_forms(tuple(sorted(numbers)), lambda value: value == (target, 1))
-    return {text(form): count for form, (_, count) in sorted(forms.items())}
+    return {format_form(form): count for form, (_, count) in sorted(forms.items())}
 
 
 def count_expressions(count: int) -> int:
@@ -99,8 +107,8 @@ def count_expressions(count: int) -> int:
 
 
 @cache
-def puzzles(count: int, largest: int) -> tuple[CountdownPuzzle, ...]:
-    """Return every puzzle of ``count`` different numbers from 2 to ``largest``, sorted.
+def list_puzzles(count: int, largest: int) -> tuple[CountdownPuzzle, ...]:
+    """Return every puzzle of ``count`` different numbers from 2 to ``largest``, sorted; the result is cached.
 
     Targets are positive integers, none of the numbers, and at most ``largest * count``.
     """
@@ -113,13 +121,16 @@ def puzzles(count: int, largest: int) -> tuple[CountdownPuzzle, ...]:
 
 
 def _make_forms(numbers: tuple[int, ...], accepts: Callable[[Value], bool]) -> Forms:
-    """Return all normal forms of expressions that use each number once and have a value that ``accepts`` allows."""
+    """Return all normal forms of expressions that use each number once and have a value that ``accepts`` allows.
+
+    Each form has its value and the number of expressions with this form.
+    """
     forms: Forms = {}
     for left_numbers in [part for size in range(1, len(numbers)) for part in combinations(numbers, size)]:
         right_numbers = tuple(number for number in numbers if number not in left_numbers)
-        for left_form, (left_value, left_count) in _all_forms(left_numbers).items():
-            for right_form, (right_value, right_count) in _all_forms(right_numbers).items():
-                for operator, value in _results(left_value, right_value):
+        for left_form, (left_value, left_count) in _list_all_forms(left_numbers).items():
+            for right_form, (right_value, right_count) in _list_all_forms(right_numbers).items():
+                for operator, value in _apply_operators(left_value, right_value):
                     if accepts(value):
                         form = combine(operator, left_form, right_form)
                         forms[form] = (value, forms.get(form, (value, 0))[1] + left_count * right_count)
@@ -127,22 +138,22 @@ def _make_forms(numbers: tuple[int, ...], accepts: Callable[[Value], bool]) -> F
 
 
 @cache
-def _all_forms(numbers: tuple[int, ...]) -> Forms:
+def _list_all_forms(numbers: tuple[int, ...]) -> Forms:
     """Return all normal forms of expressions that use each number once, with any value; cached."""
     if len(numbers) == 1:
         return {(1, (_NUMBER, numbers[0])): ((numbers[0], 1), 1)}
     return _make_forms(numbers, lambda _: True)
 
 
-def _results(left_value: Value, right_value: Value) -> list[tuple[str, Value]]:
-    """Return (operator, result) of the operators + - * / between two values; a division by 0 is left out."""
+def _apply_operators(left_value: Value, right_value: Value) -> list[tuple[str, Value]]:
+    """Apply + - * / to two fractions; return (operator, result) of each, without a division by 0."""
     (a, b), (c, d) = left_value, right_value
     results = [("+", _reduce(a * d + c * b, b * d)), ("-", _reduce(a * d - c * b, b * d)), ("*", _reduce(a * c, b * d))]
     return [*results, ("/", _reduce(a * d, b * c))] if c else results
 
 
 def _reduce(numerator: int, denominator: int) -> Value:
-    """Return a fraction in lowest terms, with a positive denominator."""
+    """Reduce a fraction to lowest terms with a positive denominator; return (numerator, denominator)."""
     divisor = math.gcd(numerator, denominator) * (1 if denominator > 0 else -1)
     return numerator // divisor, denominator // divisor
 
@@ -160,8 +171,8 @@ class Expression:
     key: str  # key of its mode
 
 
-def parse(expression: str) -> Expression:
-    """Parse an expression without executing it; its length bounds time and memory.
+def parse_expression(expression: str) -> Expression:
+    """Parse an arithmetic expression without executing it; return its numbers, value and mode.
 
     A minus before a number or a bracket is allowed. Raise NotAnExpression for anything else, for example ``2.0``,
     ``02``, ``2**3``, ``2//3`` and ``2(3)``.
@@ -172,22 +183,28 @@ def parse(expression: str) -> Expression:
     # Deeply nested expressions raise MemoryError or RecursionError.
     unreadable = (SyntaxError, ZeroDivisionError, MemoryError, RecursionError)
     with translate_errors(unreadable, lambda error: NotAnExpression(str(error))):
-        value, form = _read(ast.parse(expression.strip(" \t"), mode="eval").body, numbers)
-    return Expression(tuple(sorted(numbers)), value, text(form))
+        value, form = _evaluate_node(ast.parse(expression.strip(" \t"), mode="eval").body, numbers)
+    return Expression(tuple(sorted(numbers)), value, format_form(form))
 
 
-def _read(node: ast.expr, numbers: list[int]) -> tuple[Fraction, Signed]:
-    """Return value and form of a node of the syntax tree, and append its numbers to ``numbers``."""
+def _evaluate_node(node: ast.expr, numbers: list[int]) -> tuple[Fraction, Signed]:
+    """Compute value and normal form of a node of Python's syntax tree, and append its numbers to ``numbers``.
+
+    Raise NotAnExpression for anything except integers, a minus and + - * /.
+    """
     match node:
         case ast.Constant(value=int(number)):
             numbers.append(number)
             return Fraction(number), (1, (_NUMBER, number))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            value, form = _read(operand, numbers)
-            return -value, negated(form)
+            value, form = _evaluate_node(operand, numbers)
+            return -value, negate(form)
         case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div() as operation, right=right):
             operator, apply = _OPERATIONS[type(operation)]
-            (left_value, left_form), (right_value, right_form) = _read(left, numbers), _read(right, numbers)
+            (left_value, left_form), (right_value, right_form) = (
+                _evaluate_node(left, numbers),
+                _evaluate_node(right, numbers),
+            )
             return apply(left_value, right_value), combine(operator, left_form, right_form)
     raise NotAnExpression("expected a number, a minus, or two parts with + - * / between them")
 

@@ -73,7 +73,7 @@ class Settings:
 
     @classmethod
     def read(cls, value: Callable[[str], Any]) -> Settings:
-        """Read the settings with a function that returns the value of a key, for example ``recipe.__getitem__``."""
+        """Create Settings from recipe keys; ``value`` returns the value of a key, e.g. ``recipe.__getitem__``."""
         return cls(**{name: value(f"modebench_{name}") for name in cls.__dataclass_fields__})
 
     @property
@@ -82,7 +82,7 @@ class Settings:
         return self.largest_number or {3: 24, 4: 12}[self.numbers]
 
     def fingerprint(self, name: str) -> str:
-        """Return a short hash of everything that affects the rows of a task."""
+        """Return a short hash of everything that affects the rows of the task ``name``: version and settings."""
         return hashlib.sha256(repr((VERSION, name, self)).encode()).hexdigest()[:16]
 
     @property
@@ -91,32 +91,32 @@ class Settings:
         return range(self.min_modes, self.max_modes + 1)
 
 
-def rows(name: str, split: str, settings: Settings) -> list[dict[str, Any]]:
+def make_rows(name: str, split: str, settings: Settings) -> list[dict[str, Any]]:
     """Return the rows of ``train`` or ``test`` for one of ``TASKS``; raise ConfigError if too few problems exist.
 
-    A row has ``problem`` (the prompt), ``answer`` (the problem as JSON, for ``mode_of``) and ``modes`` (the number of
+    A row has ``problem`` (the prompt), ``answer`` (the problem as JSON, for ``find_mode``) and ``modes`` (the number of
     correct answers).
     """
-    problems = _problems(name, settings)
+    problems = _draw_problems(name, settings)
     split_problems = problems[: settings.test_prompts] if split == "test" else problems[settings.test_prompts :]
     return [{"problem": prompt, "answer": answer, "modes": modes} for prompt, answer, modes in split_problems]
 
 
 @lru_cache(maxsize=8)
-def _problems(name: str, settings: Settings) -> list[tuple[str, str, int]]:
-    """Return prompt, answer and number of modes of the test problems, then of the training problems; cached.
+def _draw_problems(name: str, settings: Settings) -> list[tuple[str, str, int]]:
+    """Draw the test problems, then the training problems; return prompt, answer and number of modes of each; cached.
 
-    ConfigError if fewer problems exist than the keys request.
+    Raise ConfigError if fewer problems exist than the keys request.
     """
     requested = settings.test_prompts + settings.prompts
     if name == "modebench:countdown":
-        puzzles = countdown.puzzles(settings.numbers, settings.largest)
+        puzzles = countdown.list_puzzles(settings.numbers, settings.largest)
         pool = [puzzle for puzzle in puzzles if puzzle.modes in settings.modes]
         random.Random(settings.seed).shuffle(pool)
-        problems = [countdown_row(puzzle) for puzzle in pool]
+        problems = [make_countdown_row(puzzle) for puzzle in pool]
     else:  # drawn one by one, because there are too many to list
         shape = (settings.vertices, settings.hidden, settings.modes)
-        problems = [graph_row(puzzle) for puzzle in graph_coloring.puzzles(*shape, requested, settings.seed)]
+        problems = [make_graph_row(puzzle) for puzzle in graph_coloring.draw_puzzles(*shape, requested, settings.seed)]
     count = len(problems)
     if count >= requested:
         return problems[:requested]
@@ -129,14 +129,14 @@ def _problems(name: str, settings: Settings) -> list[tuple[str, str, int]]:
     raise config_error("modebench_test_prompts", problem, fix)
 
 
-def countdown_row(puzzle: countdown.CountdownPuzzle) -> tuple[str, str, int]:
+def make_countdown_row(puzzle: countdown.CountdownPuzzle) -> tuple[str, str, int]:
     """Return prompt, answer and number of modes of a puzzle."""
     numbers = list(puzzle.numbers)
     answer = {"task": "countdown", "numbers": numbers, "target": puzzle.target, "modes": puzzle.modes}
     return _COUNTDOWN.format(numbers=numbers, target=puzzle.target), json.dumps(answer), puzzle.modes
 
 
-def graph_row(puzzle: graph_coloring.ColoringPuzzle) -> tuple[str, str, int]:
+def make_graph_row(puzzle: graph_coloring.ColoringPuzzle) -> tuple[str, str, int]:
     """Return prompt, answer and number of modes of a puzzle."""
     answer = {"task": "graph_coloring", "edges": puzzle.edges, "partial": puzzle.partial, "modes": puzzle.modes}
     edges = ", ".join(f"({start},{end})" for start, end in puzzle.edges)
@@ -145,16 +145,16 @@ def graph_row(puzzle: graph_coloring.ColoringPuzzle) -> tuple[str, str, int]:
     return prompt, json.dumps(answer), puzzle.modes
 
 
-def mode_of(text: str, answer: str) -> str | None:
+def find_mode(text: str, answer: str) -> str | None:
     """Return the mode that a completion gives, None if it is incorrect; ``answer`` is the problem as JSON.
 
     Raise ValueError if ``answer`` is not a ModeBench problem.
     """
-    problem, reply = problem_of(answer), answer_in(text)
+    problem, reply = parse_problem(answer), extract_answer(text)
     if reply is None:
         return None
     if problem["task"] == "graph_coloring":
-        return graph_coloring.mode(problem["edges"], problem["partial"], reply)
+        return graph_coloring.complete_coloring(problem["edges"], problem["partial"], reply)
     for symbol, operator in _OPERATOR_SYMBOLS.items():
         reply = reply.replace(symbol, operator)
     # The answer may be an equation with the target on either side. Several attempts in one answer do not count.
@@ -162,14 +162,14 @@ def mode_of(text: str, answer: str) -> str | None:
     if len(sides) == 2 and str(problem["target"]) in sides:
         sides.remove(str(problem["target"]))
     with contextlib.suppress(countdown.NotAnExpression):
-        expression = countdown.parse("=".join(sides))
+        expression = countdown.parse_expression("=".join(sides))
         is_right = expression.numbers == tuple(sorted(problem["numbers"])) and expression.value == problem["target"]
         return expression.key if is_right else None
     return None
 
 
 @lru_cache(maxsize=4096)
-def problem_of(answer: str) -> dict[str, Any]:
+def parse_problem(answer: str) -> dict[str, Any]:
     """Return the problem that a row's answer has as JSON; ValueError if it is not a ModeBench problem."""
     keys_of_task = {"countdown": ("numbers", "target"), "graph_coloring": ("edges", "partial")}
     with contextlib.suppress(ValueError, TypeError, LookupError):
@@ -182,26 +182,26 @@ def problem_of(answer: str) -> dict[str, Any]:
 def is_problem(answer: str) -> bool:
     """Return whether a reference solution is a ModeBench problem."""
     with contextlib.suppress(ValueError):
-        return bool(problem_of(answer))
+        return bool(parse_problem(answer))
     return False
 
 
-def right_answers(answer: str) -> list[str]:
+def list_right_answers(answer: str) -> list[str]:
     """Return a correct answer for each mode of a problem, as a completion would write it inside the box."""
-    problem = problem_of(answer)
+    problem = parse_problem(answer)
     if problem["task"] == "countdown":
         return list(countdown.count_modes(tuple(problem["numbers"]), problem["target"]))
-    return graph_coloring.completions(problem["edges"], problem["partial"])
+    return graph_coloring.list_colorings(problem["edges"], problem["partial"])
 
 
-def wrong_answers(answer: str) -> list[str]:
+def list_wrong_answers(answer: str) -> list[str]:
     """Return typical incorrect answers to the problem that ``answer`` contains as JSON.
 
     For countdown they are two expressions with an additional number, only the target, and an empty text. For graph
     coloring they are up to two colorings with an edge of equal colors, a coloring with a color that does not exist, and
     an empty text. Raise ValueError if ``answer`` is not a ModeBench problem.
     """
-    problem, right = problem_of(answer), right_answers(answer)
+    problem, right = parse_problem(answer), list_right_answers(answer)
     if problem["task"] == "countdown":
         other = max(problem["numbers"]) + 1
         return [f"{right[0]}+{other}-{other}", f"{right[0]}+{other}", str(problem["target"]), ""]
@@ -211,7 +211,7 @@ def wrong_answers(answer: str) -> list[str]:
     return [*islice((colors for colors in colorings if colors not in proper), 2), "4" * hidden, ""]
 
 
-def answer_in(text: str) -> str | None:
+def extract_answer(text: str) -> str | None:
     """Return the content of the last ``\\boxed{...}`` of a text, or else the text if it is a single short line.
 
     Return None for other texts. An introduction such as "The answer is" is removed from a line.
@@ -233,7 +233,7 @@ def answer_in(text: str) -> str | None:
     return _BEFORE_ANSWER.sub("", line, count=1).strip()
 
 
-def mode_scores(modes: Sequence[Sequence[str | None]], totals: Sequence[int]) -> dict[str, Any]:
+def compute_mode_scores(modes: Sequence[Sequence[str | None]], totals: Sequence[int]) -> dict[str, Any]:
     """Return the scores other than ``pass@k``, each with ``_ci``, the 95 % interval over problems.
 
     ``mean@k`` is the correct fraction of a problem's k completions. ``distinct@k`` is the number of different modes in

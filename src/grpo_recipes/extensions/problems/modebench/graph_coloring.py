@@ -25,8 +25,11 @@ class ColoringPuzzle:
     modes: int  # number of proper colorings
 
 
-def completions(edges: Edges, partial: str) -> list[str]:
-    """Return the colors of the hidden vertices, from left to right, in every proper coloring, in ascending order."""
+def list_colorings(edges: Edges, partial: str) -> list[str]:
+    """List every proper coloring as the colors of the hidden vertices, from left to right, in ascending order.
+
+    Return [] if an edge connects two shown vertices of the same color.
+    """
     neighbors: list[list[int]] = [[] for _ in partial]
     for start, end in edges:
         neighbors[start - 1].append(end - 1)
@@ -34,10 +37,10 @@ def completions(edges: Edges, partial: str) -> list[str]:
     hidden = [vertex for vertex, color in enumerate(partial) if color == HIDDEN]
     if any(partial[start - 1] == partial[end - 1] != HIDDEN for start, end in edges):
         return []
-    return list(_complete(list(partial), hidden, neighbors))
+    return list(_yield_colorings(list(partial), hidden, neighbors))
 
 
-def _complete(colors: list[str], hidden: list[int], neighbors: list[list[int]]) -> Iterator[str]:
+def _yield_colorings(colors: list[str], hidden: list[int], neighbors: list[list[int]]) -> Iterator[str]:
     """Yield the colors of the hidden vertices in every proper coloring that extends ``colors``, in ascending order.
 
     ``colors`` is changed in between and restored at the end.
@@ -49,14 +52,15 @@ def _complete(colors: list[str], hidden: list[int], neighbors: list[list[int]]) 
     for color in COLORS:
         if all(colors[neighbor] != color for neighbor in neighbors[uncolored]):
             colors[uncolored] = color
-            yield from _complete(colors, hidden, neighbors)
+            yield from _yield_colorings(colors, hidden, neighbors)
     colors[uncolored] = HIDDEN
 
 
-def mode(edges: Edges, partial: str, answer: str) -> str | None:
-    """Return the colors of all vertices if an answer is correct, else None.
+def complete_coloring(edges: Edges, partial: str, answer: str) -> str | None:
+    """Return the colors of all vertices with the answer's colors, or None if the answer is incorrect.
 
-    An answer has a digit for each hidden vertex, or for each vertex, without changing shown colors.
+    An answer has a digit for each hidden vertex, or for each vertex. It must not change shown colors, and the ends of
+    each edge must have different colors.
     """
     if len(answer) == partial.count(HIDDEN):
         digits = iter(answer)
@@ -68,7 +72,7 @@ def mode(edges: Edges, partial: str, answer: str) -> str | None:
     return None if any(answer[start - 1] == answer[end - 1] for start, end in edges) else answer
 
 
-def puzzles(vertices: int, hidden: int, modes: range, count: int, seed: int) -> list[ColoringPuzzle]:
+def draw_puzzles(vertices: int, hidden: int, modes: range, count: int, seed: int) -> list[ColoringPuzzle]:
     """Draw different puzzles, one after the other: a larger ``count`` starts with the same puzzles.
 
     A graph has between ``vertices`` and twice as many edges, or all possible edges. The shown vertices and their colors
@@ -84,7 +88,7 @@ def puzzles(vertices: int, hidden: int, modes: range, count: int, seed: int) -> 
         edges = tuple(sorted(rng.sample(possible_edges, rng.randint(min(vertices, most), most))))
         hidden_vertices = rng.sample(range(vertices), hidden)
         partial = "".join(HIDDEN if vertex in hidden_vertices else rng.choice(COLORS) for vertex in range(vertices))
-        answers = len(completions(edges, partial))
+        answers = len(list_colorings(edges, partial))
         if answers not in modes or (edges, partial) in drawn:
             failures += 1
             continue
