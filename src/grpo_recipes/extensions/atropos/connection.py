@@ -82,7 +82,7 @@ class Connection:
         started = time.monotonic()
 
         def failed(error: Exception) -> RequestFailed:
-            """Describe a failed request by its first cause; it was not sent if no connection was made."""
+            """Return RequestFailed with the root cause; its ``sent`` is false if no connection was made."""
             reason = getattr(error.args[0] if error.args else None, "reason", None)
             sent = not isinstance(reason, NewConnectionError | ConnectTimeoutError)
             cause: BaseException = error
@@ -147,9 +147,9 @@ class Connection:
         return (content, "") if isinstance(content, dict) else ({}, f"answered {describe_response(response)}")
 
     def pauses(self) -> Iterator[float]:
-        """Yield the seconds before each repetition, forever: first the delay, then 1.5 times as long, at most 2.
+        """Yield the seconds to wait before each repeated request, forever: first ``delay``, then 1.5 times as long.
 
-        Up to 10% is added at random.
+        A pause is at most 2 s, plus up to 10% at random.
         """
         pause = self._delay
         while True:
@@ -163,7 +163,7 @@ class Connection:
             raise WaitAborted
 
     def raise_if_stopped(self) -> None:
-        """Raise WaitAborted if the run stops."""
+        """Raise WaitAborted if ``stopped`` returns that the run stops; otherwise do nothing."""
         if self._stopped():
             raise WaitAborted
 

@@ -65,7 +65,7 @@ class _Unknown(Exception):
 
 @functools.lru_cache(maxsize=64)
 def _parse_names(path: Path, _: int) -> Mapping[str, ast.AST]:
-    """Return the top-level classes and ``from`` imports of a file by name.
+    """Parse a Python file; return the syntax nodes of its top-level classes and ``from`` imports by name.
 
     The result is cached. The second argument is the modification time, so a changed file is parsed again.
     """

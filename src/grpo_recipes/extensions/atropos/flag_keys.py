@@ -68,7 +68,7 @@ class Translation:
                 self.keys[key] = Value(value, source, from_text=True)
 
     def add_setting(self, setting: Setting) -> None:
-        """Add a translated setting: its problem if it has one, else its keys, else its note."""
+        """Add the problem of a translated setting to ``problems``, else set its recipe keys, else add its note."""
         if setting.problem:
             self.problems.append(setting.problem)
         elif setting.keys:

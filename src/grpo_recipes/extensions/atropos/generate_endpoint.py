@@ -106,7 +106,7 @@ def read_request(body: Mapping[str, Any], longest: int, sampling: Mapping[str, A
     values["max_tokens"] = room if limit is None else min(limit, room) if isinstance(limit, int) else limit
 
     def list_problem(error: ValidationError) -> ConfigError:
-        """Return the first problem that pydantic found."""
+        """Return a ConfigError with the first problem that pydantic found."""
         first = error.errors()[0]
         return config_error(GENERATE_PATH, f"{'.'.join(map(str, first['loc']))}: {first['msg']}", "correct the value")
 

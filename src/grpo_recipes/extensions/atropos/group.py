@@ -115,7 +115,7 @@ class Group:
 
 
 class _FlatRows:
-    """The concatenated rows of a group, (N,), converted once; ValueError for a value that is not a number.
+    """The concatenated rows of a group, (N,), converted once; raises ValueError if a value is not a number.
 
     Attributes:
         lengths: number of tokens of each trajectory, (G,).

@@ -232,7 +232,7 @@ class AtroposRollouts(Source):
         """
 
         def effective_temperature(row: Trajectory) -> float:
-            """Return the divisor of the logits in the row's log-probs."""
+            """Return the temperature that divided the logits of the row's log-probs; 1 for greedy sampling."""
             temperature = trainer.temperature if row.temperature is None else row.temperature
             return float(temperature) if temperature > 0 else 1.0  # for greedy tokens vLLM returns plain log-probs
 

@@ -257,7 +257,7 @@ def _replace_values(base: BaseModel, values: Mapping[str, Any]) -> Any:
     """Return a copy of a configuration with some values replaced; raise ConfigError if pydantic rejects values."""
 
     def list_problems(error: ValidationError) -> ConfigError:
-        """Return pydantic's problems as problems of atropos_environment_args."""
+        """Convert pydantic's error to a ConfigError with a problem for each wrong value."""
         details = [(".".join(map(str, detail["loc"])), detail["msg"]) for detail in error.errors()]
         return ConfigError(*[Problem(f"{ARGS}.{name}", message, "correct it") for name, message in details])
 

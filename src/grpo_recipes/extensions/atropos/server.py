@@ -152,7 +152,7 @@ class RunServer(APIServer):
         return AutoTokenizer.from_pretrained(self.config.model_name if name == "none" else name)
 
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
-        """Set ``server_healthy`` every second, forever.
+        """Request ``/health`` every second, forever, and set ``server_healthy`` by its answer.
 
         This task of atroposlib runs if the configuration has ``health_check``.
         """
@@ -248,13 +248,13 @@ class RunServer(APIServer):
         where = f"the vLLM server at {self.config.base_url}"
 
         def gone(error: RetryError) -> ServerGone:
-            """Return ServerGone with the last error."""
+            """Return ServerGone with the error of the last attempt."""
             return ServerGone(
                 f"{where} did not answer for {patience:g} s: {_describe_error(error.last_attempt.exception())}"
             )
 
         def lost(state: RetryCallState) -> None:
-            """Print once that requests wait for the server."""
+            """Record the time of the first failure, and print once that requests wait for the server."""
             if self._lost_since is None:
                 self._lost_since = time.monotonic()
                 reason = _describe_error(state.outcome.exception() if state.outcome else None)

@@ -96,7 +96,7 @@ def play_benchmark(source: Any, runner: Any, name: str, rows: list[dict[str, Any
         source.continue_episodes(active, [tokens for (tokens,) in samples], trainer)
 
     def save_rows(chunk: list[list[Episode]]) -> None:
-        """Add the rows of finished episodes to the benchmark."""
+        """Save the result rows of finished episodes, and add them to ``rows``."""
         runner.add_rows(name, list(make_result_rows(chunk, source.reward, runner.args.benchmark_solved)), rows)
 
     for start in range(0, len(problems), problems_per_chunk):

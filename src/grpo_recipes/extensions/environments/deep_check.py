@@ -58,7 +58,7 @@ def _play_episode(recipe: Recipe, index: int) -> tuple[list[Turn], list[str]]:
     actions: list[str] = []
 
     def act(turn: Turn) -> str:
-        """Choose and record the action for a turn."""
+        """Choose an action for a turn with the simple policy, record it, and return it."""
         actions.append(choose_action(turn))
         return actions[-1]
 

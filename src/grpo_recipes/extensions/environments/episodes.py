@@ -69,13 +69,13 @@ class Episodes(Source):
 
     @classmethod
     def evaluation_prompts(cls, args: ScriptArguments) -> Prompts:
-        """Return one row per evaluation episode."""
+        """Return the evaluation prompts: one row per evaluation episode of the recipe's environments."""
         return make_prompts(make_evaluation_rows(args), args, 1, "evaluating on ")
 
     def run_benchmark(self, runner: Any, name: str, rows: list[dict[str, Any]]) -> None:
-        """Play the held-out episodes of the environment ``name``, and add a row per seed to ``rows``.
+        """Play the evaluation episodes of the environment ``name`` as a benchmark, and add a row per seed to ``rows``.
 
-        Every rank calls this.
+        Every rank must call this.
         """
         play_benchmark(self, runner, name, rows)
 

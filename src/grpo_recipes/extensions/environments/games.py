@@ -49,10 +49,9 @@ class Game(Environment):
         self._find_player_count(name, game_args)
 
     def _take_rewards(self, game_args: dict[str, Any]) -> None:
-        """Remove the rewards of legal, illegal and useful actions from ``game_args``, and store them; the default is 0.
+        """Move legal_reward, illegal_reward and useful_reward from ``game_args`` to this object; the default is 0.
 
-        Their keys are ``legal_reward``, ``illegal_reward`` and ``useful_reward``. Raise ConfigError if one is not a
-        valid number.
+        Raise ConfigError if one is not a valid number.
         """
         self._rewards = {kind: game_args.pop(f"{kind}_reward", 0.0) for kind in ("legal", "illegal", "useful")}
         for kind, reward in self._rewards.items():
@@ -60,7 +59,7 @@ class Game(Environment):
                 raise _make_argument_error(f"{kind}_reward: {reward!r} is not a valid reward", "set a number")
 
     def _take_seats(self, game_args: dict[str, Any]) -> None:
-        """Remove the number of players, the policy's seat and the opponents from ``game_args``, and store them.
+        """Move num_players, player (the policy's seat) and opponents from ``game_args`` to this object.
 
         Raise ConfigError if one of them is not valid.
         """

@@ -47,7 +47,7 @@ class _Dumper(yaml.SafeDumper):
     """A YAML writer that writes a text with several lines as a literal block."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        """Return the YAML node of a text."""
+        """Return the YAML node of a text: a literal block (``|``) if it has several lines."""
         return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
 
 
@@ -377,7 +377,7 @@ def _leave_out_duplicates(lines: Iterable[Line]) -> None:
     winners: dict[str, Line] = {}
 
     def priority(line: Line) -> tuple[bool, bool]:
-        """Return a sort key that is smaller for a line that wins."""
+        """Return a sort key: smaller for a line with the key as its original name, and for ``use_kl_loss``."""
         return line.key != line.name, not line.name.endswith("use_kl_loss")
 
     for line in sorted((line for line in lines if line.kept), key=priority):

@@ -130,14 +130,14 @@ def _draw_problems(name: str, settings: Settings) -> list[tuple[str, str, int]]:
 
 
 def make_countdown_row(puzzle: countdown.CountdownPuzzle) -> tuple[str, str, int]:
-    """Return prompt, answer and number of modes of a puzzle."""
+    """Return the prompt of a countdown puzzle, the puzzle as JSON (its answer column), and its number of modes."""
     numbers = list(puzzle.numbers)
     answer = {"task": "countdown", "numbers": numbers, "target": puzzle.target, "modes": puzzle.modes}
     return _COUNTDOWN.format(numbers=numbers, target=puzzle.target), json.dumps(answer), puzzle.modes
 
 
 def make_graph_row(puzzle: graph_coloring.ColoringPuzzle) -> tuple[str, str, int]:
-    """Return prompt, answer and number of modes of a puzzle."""
+    """Return the prompt of a coloring puzzle, the puzzle as JSON (its answer column), and its number of modes."""
     answer = {"task": "graph_coloring", "edges": puzzle.edges, "partial": puzzle.partial, "modes": puzzle.modes}
     edges = ", ".join(f"({start},{end})" for start, end in puzzle.edges)
     hidden = puzzle.partial.count(graph_coloring.HIDDEN)
@@ -146,7 +146,7 @@ def make_graph_row(puzzle: graph_coloring.ColoringPuzzle) -> tuple[str, str, int
 
 
 def find_mode(text: str, answer: str) -> str | None:
-    """Return the mode that a completion gives, None if it is incorrect; ``answer`` is the problem as JSON.
+    """Return which correct answer (mode) a completion gives, None if it is wrong; ``answer`` is the problem as JSON.
 
     Raise ValueError if ``answer`` is not a ModeBench problem.
     """
@@ -170,7 +170,7 @@ def find_mode(text: str, answer: str) -> str | None:
 
 @lru_cache(maxsize=4096)
 def parse_problem(answer: str) -> dict[str, Any]:
-    """Return the problem that a row's answer has as JSON; ValueError if it is not a ModeBench problem."""
+    """Parse the JSON in a row's column ``answer``; raise ValueError if it is not a ModeBench problem."""
     keys_of_task = {"countdown": ("numbers", "target"), "graph_coloring": ("edges", "partial")}
     with contextlib.suppress(ValueError, TypeError, LookupError):
         problem = dict(json.loads(answer))
@@ -234,7 +234,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def compute_mode_scores(modes: Sequence[Sequence[str | None]], totals: Sequence[int]) -> dict[str, Any]:
-    """Return the scores other than ``pass@k``, each with ``_ci``, the 95 % interval over problems.
+    """Return the scores mean@k, distinct@k and coverage@k, each with ``_ci``, its 95 % interval over problems.
 
     ``mean@k`` is the correct fraction of a problem's k completions. ``distinct@k`` is the number of different modes in
     them. ``coverage@k`` is that number divided by the problem's number of modes, at most 1.
@@ -252,7 +252,7 @@ def compute_mode_scores(modes: Sequence[Sequence[str | None]], totals: Sequence[
 
 
 def summarize(estimates: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return the mean over problems and the 95 % interval of each score.
+    """Return the mean over problems of each score, and as ``NAME_ci`` its 95 % interval.
 
     ``estimates`` has (problems,) values for each name: counts up to k for ``distinct@k``, fractions for other scores.
     """
