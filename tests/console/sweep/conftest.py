@@ -56,7 +56,7 @@ class FakeLaunches:
 def fake_launches(monkeypatch: pytest.MonkeyPatch) -> FakeLaunches:
     fake = FakeLaunches()
     monkeypatch.setattr(SignalForwarder, "__init__", lambda self, *_: setattr(self, "first_signal", None))
-    monkeypatch.setattr(SignalForwarder, "stop_requested", lambda self: self.first_signal is not None)
+    monkeypatch.setattr(SignalForwarder, "is_stop_requested", lambda self: self.first_signal is not None)
     monkeypatch.setattr(SignalForwarder, "run", lambda forwarder, *arguments: fake.run(forwarder, *arguments))
     return fake
 
