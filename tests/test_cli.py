@@ -267,7 +267,7 @@ def test_resuming_a_run_that_is_not_there_is_refused(grpo, which):
 def test_a_reader_that_stops_early_is_no_error_to_complain_about(grpo, tmp_path):
     command = f"{sys.executable} -m grpo_recipes plan {SMOKE} | head -1"
     done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.stderr == "" and done.stdout.startswith("recipe")
+    assert done.stderr == "" and done.stdout.startswith("verdict")
 
 
 def test_a_mistake_of_a_command_is_one_line_with_its_fix(grpo):

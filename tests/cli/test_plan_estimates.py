@@ -60,6 +60,9 @@ def test_what_does_not_fit_is_told_with_the_key_to_change(plan):
     assert " of 80.0 GiB: libraries" in first
     assert last.startswith("memory     does not fit: the trainer needs ")
     assert "Fix: per_device_train_batch_size: " in last
+    verdict, gpus = text.splitlines()[:2]
+    assert verdict.startswith("verdict    does not fit: memory of the trainer")
+    assert gpus == "gpus       0 vLLM server, 1-7 trainer"
     key, _, value = last.partition("Fix: ")[2].partition(": ")
     assert len(blocks(plan("--gpu-memory", "80", *zero3, f"--{key}", value)[1], "memory")) == 2
 

@@ -62,7 +62,8 @@ def fix(estimates: Estimates) -> str:
 def test_a_shipped_size_fits_and_shows_its_parts(estimate):
     memory = estimate(80, accelerator="zero3")
     assert fits(memory) and not any(need.fix for need in memory.memory.values())
-    first, second, _ = memory.lines()
+    verdict, first, second, _ = memory.lines()
+    assert verdict == "verdict    memory and disk space are sufficient"
     assert re.match(r"memory     trainer \d+\.\d of 80\.0 GiB: libraries 1\.0, weights \d", first)
     assert re.match(r"memory     server 75\.0 of 75\.0 GiB: .*KV cache \d\d\.\d, weights in transit 3\.0$", second)
 
@@ -70,7 +71,8 @@ def test_a_shipped_size_fits_and_shows_its_parts(estimate):
 def test_without_the_memory_of_a_gpu_nothing_is_judged(estimate):
     memory = estimate(None, accelerator="ddp")
     assert fits(memory)
-    assert " of " not in memory.lines()[0]
+    verdict, first, *_ = memory.lines()
+    assert verdict == "verdict    unknown: memory of the trainer, memory of the server" and " of " not in first
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,8 @@ def test_a_model_that_is_not_here_is_not_guessed(read, planned, tmp_path):
     plain = json.loads(json.dumps(asdict(result)))
     assert (plain["memory"], plain["disk"]) == ({}, None) and "grpo fetch" in plain["unknown"]
     assert plain["speed"] == {"seconds": None, "runs": 0, "walltime": None, "steps": None}
-    assert result.lines()[:2] == [f"{topic:<10} not estimated: {result.unknown}" for topic in ("memory", "disk")]
+    assert result.lines()[0] == "verdict    unknown: memory and disk space"
+    assert result.lines()[1:3] == [f"{topic:<10} not estimated: {result.unknown}" for topic in ("memory", "disk")]
 
 
 @pytest.mark.parametrize("folder", sorted(SHIPPED))

@@ -11,11 +11,14 @@ import errno
 import importlib.metadata
 import io
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TextIO
 
+from grpo_recipes.cli.display import print_problems
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error, translate_errors
 from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.recipe import Recipe
@@ -35,6 +38,19 @@ _COMMANDS = {
     **{name: f"grpo_recipes.cli.follow:{name}" for name in ("status", "logs", "stop")},
     "completion": "grpo_recipes.cli.shell:completion",
 }  # fmt: skip
+# Groups of commands in `grpo --help`; commands of installed packages come in a group after these.
+_GROUPS = {
+    "Write a recipe": ("new", "keys", "check", "check-rewards", "plan", "doctor"),
+    "Train": ("fetch", "launch", "submit", "sweep"),
+    "Follow runs": ("status", "logs", "watch", "stop", "report"),
+    "Use a model": ("eval", "generate", "chat", "play"),
+    "Shell": ("completion",),
+}
+_EXAMPLES = (
+    ("grpo new my.yaml", "write a recipe"),
+    ("grpo check my.yaml", "find mistakes before it is queued"),
+    ("grpo launch my.yaml --max_steps 100", "train; any recipe key is also a flag"),
+)
 # Removed commands and their replacements.
 _REMOVED_COMMANDS = {"compare": "sweep the weight sync method: grpo sweep RECIPE weight_sync=file,restart"}
 _FULL = "redirect it to a file on a disk with free space"
@@ -176,6 +192,40 @@ class Parser(argparse.ArgumentParser):
         raise config_error(where, problem, f"see {self.prog} --help")
 
 
+class _MainParser(Parser):
+    """The parser of `grpo` itself: its help lists the commands in groups, with examples."""
+
+    def format_help(self) -> str:
+        """Return the help text; the lists of commands are empty if the parser was made for one command only."""
+        (subparsers,) = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        helps = {action.dest: action.help or "" for action in subparsers._choices_actions}
+        grouped = {name for names in _GROUPS.values() for name in names}
+        groups = {**_GROUPS, "Installed extensions": tuple(name for name in helps if name not in grouped)}
+        label = max(map(len, [*helps, "--version"])) + 2
+        width = shutil.get_terminal_size().columns - 4 - label
+
+        def entry(name: str, text: str) -> str:
+            lines = textwrap.wrap(text, max(width, 20))
+            return f"  {name:<{label}}" + f"\n{' ' * (label + 2)}".join(lines)
+
+        parts = [f"usage: {self.prog} COMMAND [options]\n\n{self.description}"]
+        for title, names in groups.items():
+            if entries := [entry(name, helps[name]) for name in names if name in helps]:
+                parts.append("\n".join([f"{title}:", *entries]))
+        parts.append(
+            "\n".join(
+                [
+                    "Options:",
+                    entry("--version", "Print the versions of package and environment"),
+                    entry("-h, --help", "Print this help, or with a command its options"),
+                ]
+            )
+        )
+        example_width = max(len(line) for line, _ in _EXAMPLES)
+        parts.append("\n".join(["Examples:", *(f"  {line:<{example_width}}  # {text}" for line, text in _EXAMPLES)]))
+        return "\n\n".join(parts) + "\n"
+
+
 class _Version(argparse.Action):
     """Print the versions of this package, its main dependencies and Python, without importing them."""
 
@@ -203,9 +253,9 @@ def load_command(name: str) -> Command:
 def make_parser(names: Iterable[str] | None = None) -> argparse.ArgumentParser:
     """Return a parser for the named commands, by default all."""
     about = "Train language models with GRPO and MaxEnt-GRPO from one recipe."
-    parser = Parser(prog="grpo", description=about, allow_abbrev=False)
+    parser = _MainParser(prog="grpo", description=about, allow_abbrev=False)
     parser.add_argument("--version", action=_Version, nargs=0, help="Print the versions of package and environment")
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     for name in commands() if names is None else names:
         load_command(name).add_to(subparsers)
     return parser
@@ -234,7 +284,7 @@ def run_reporting_errors(work: Callable[[], int]) -> int:
         code = work()
     except ConfigError as error:
         with contextlib.suppress(OSError):  # the exit code still reports the error
-            print(*(f"grpo: {problem}" for problem in error.problems), sep="\n", file=sys.stderr)
+            print_problems(error.problems, sys.stderr)
     except SystemExit:  # raised by --help and --version
         if not _write_error(sys.stdout):
             raise

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from grpo_recipes.cli import command, option, switch
+from grpo_recipes.cli.display import print_labelled
 from grpo_recipes.cli.jobs import BareJob, SlurmPoll, find_bare_job, without_runs
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
@@ -27,8 +28,15 @@ from grpo_recipes.process.terminal import LOG, strip_control_codes
 from grpo_recipes.recipe.extensions import merged
 from grpo_recipes.recipe.keys import run_root
 from grpo_recipes.runs import rundir
+from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.groups import COMPLETED, GONE, RunGroup, find_group, group_kinds, list_groups
-from grpo_recipes.runs.health import find_notices
+from grpo_recipes.runs.health import (
+    average_first_and_last,
+    describe_means,
+    drop_missing,
+    find_notices,
+    finite_number,
+)
 from grpo_recipes.runs.progress import (
     find_current_activity,
     format_episode_metrics,
@@ -154,16 +162,31 @@ def status(options: argparse.Namespace) -> int:
         ("job", run.job_id and f"{run.job_id} {job or 'is no longer known to Slurm'}{time_limit}"),
         ("phase", phase and f"{phase} for {format_seconds_since(since)}"),
         ("step", step),
-        ("reward", reward and f"{reward} (mean of the last steps)"),
+        ("reward", reward and _describe_reward(run)),
         ("episodes", run.rows and format_episode_metrics(run.rows[-1])),
         ("eval", evaluations and format_evaluation(evaluations[-1])),
         ("left", time_left and f"about {time_left} of training"),
         ("restarts", str(run.summary.get("restarts") or "")),
         *(("note", str(notice)) for notice in find_notices(run.rows, run.value, over=has_ended)),
         *(("log", display_path(path)) for path in (run.folder / LOG, *run.logs.values()) if path.is_file()),
+        ("resume", has_ended and _resume_command(run)),
     ]
-    print(*(f"{name:<8} {text}" for name, text in facts if text), sep="\n")
+    print_labelled([f"{name:<8} {text}" for name, text in facts if text], 8)
     return 0
+
+
+def _describe_reward(run: Run) -> str:
+    """Return the mean reward of a run's first and last steps as text."""
+    rewards = drop_missing(finite_number(row.get("reward")) for row in run.rows)
+    initial, current = average_first_and_last(rewards)
+    return f"{initial:.3f} at the start, {current:.3f} now ({describe_means(len(rewards))})"
+
+
+def _resume_command(run: Run) -> str:
+    """Return the command that resumes a run; an empty text if it is completed or has no checkpoint."""
+    if run.summary.get("status") == "completed" or not find_newest_complete(run.folder / "checkpoints"):
+        return ""
+    return f"grpo launch --resume {shell_path(run.folder)}"
 
 
 _COLUMNS = ("state", "job", "step", "reward", "left")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.cli import chosen_recipe, command, option, switch
+from grpo_recipes.cli.display import print_labelled
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error, mask_and_escape, translate_errors
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.fetch.hub import describe_gated_model
@@ -29,6 +30,7 @@ from grpo_recipes.plan.devices import environment_device, find_resources
 from grpo_recipes.plan.estimates import estimate
 from grpo_recipes.plan.plan import format_plan, make_plan
 from grpo_recipes.process.reports import align_columns
+from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import choose_recipe, notes, reward_notes
 from grpo_recipes.recipe.check_data import evaluation_note
 from grpo_recipes.recipe.converters import ALIASES, TranslatedRecipe, is_foreign, meaning_of, names, nearest
@@ -210,8 +212,19 @@ def check(options: argparse.Namespace) -> int:
 
             report["deep"] = check_deeply(recipe, os.environ)
     if not options.json:
-        print(*report["deep"], f"grpo: {mask_and_escape(display_path(report['recipe']))} is valid", sep="\n")
+        print(*report["deep"], *_list_checked(recipe, options.deep), sep="\n")
+        print(f"grpo: {mask_and_escape(display_path(report['recipe']))} is valid")
     return 0 if report["ok"] else EXIT_CONFIG_ERROR
+
+
+def _list_checked(recipe: Recipe, deep: bool) -> list[str]:
+    """Return lines that say which parts of a valid recipe were checked, and which were not."""
+    key_count = sum(recipe.is_set(key) for key in recipe.values)
+    subjects = [f"{key_count} keys (names, types, limits, combinations)", "batch sizes", "names of rewards and data"]
+    subjects += ["tokenizer, prompts and rewards"] if deep else []
+    unchecked = [] if deep else ["tokenizer, prompts and rewards (--deep)"]
+    unchecked += ["memory, disk and GPUs (grpo plan)", "rewards of wrong answers (grpo check-rewards)"]
+    return [f"grpo: checked {', '.join(subjects)}", f"grpo: not checked: {', '.join(unchecked)}"]
 
 
 @contextlib.contextmanager
@@ -348,5 +361,6 @@ def plan(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({**run_plan.as_json(), **asdict(estimates)}, indent=1))
     else:
-        print(format_plan(run_plan, estimates=estimates.lines(), argv=options.verbose))
+        lines = format_plan(run_plan, estimates=estimates.lines(), argv=options.verbose).splitlines()
+        print_labelled(lines, 10)
     return 0

@@ -448,7 +448,7 @@ class Estimates:
     unknown: str = ""  # reason without estimates of memory and disk
 
     def lines(self) -> list[str]:
-        """Format the estimates as lines for a person: memory of each role, disk space of the run, and speed.
+        """Format the estimates as lines for a person: a verdict, memory of each role, disk space of the run, and speed.
 
         A need that does not fit gets another line with a fix. If memory and disk space are unknown, lines
         have the reason.
@@ -456,6 +456,7 @@ class Estimates:
         needs = [("memory", role, need) for role, need in self.memory.items()]
         needs += [("disk", "run", self.disk)] if self.disk else []
         return [
+            f"verdict    {self.verdict()}",
             *(f"{topic:<10} not estimated: {self.unknown}" for topic in ("memory", "disk") if self.unknown),
             *(f"{topic:<10} {role} {need}" for topic, role, need in needs),
             *(
@@ -465,6 +466,18 @@ class Estimates:
             ),
             f"speed      {self.speed}",
         ]
+
+    def verdict(self) -> str:
+        """Return whether memory and disk space suffice, as one text: "memory of the trainer does not fit"."""
+        needs = {f"memory of the {role}": need for role, need in self.memory.items()}
+        needs |= {"disk space of the run": self.disk} if self.disk else {}
+        missing = [name for name, need in needs.items() if not need.fits]
+        if missing:
+            return f"does not fit: {', '.join(missing)}"
+        unknown = [name for name, need in needs.items() if need.available is None]
+        if not needs or unknown:
+            return f"unknown: {', '.join(unknown) or 'memory and disk space'}"
+        return "memory and disk space are sufficient"
 
 
 def estimate(plan: Plan, recipe: Recipe, names: Names, gpu_gib: float | None, walltime: float | None) -> Estimates:

@@ -371,6 +371,8 @@ def format_plan(
 ) -> str:
     """Format the plan for a person: a line for each fact, the lines of ``estimates``, and a block for each process.
 
+    The first line of ``estimates``, the verdict, comes first, and then the map of the GPUs.
+
     A block has the process's argv and environment. ``environment_differences`` has the variables to show instead, by
     the name of the process. Without ``argv``, a process has one line with its devices and its log.
     """
@@ -379,6 +381,8 @@ def format_plan(
     server += "".join(f"{process.role} {process.port}, " for process in plan.processes if process.port)
     kind, text = (plan.data.kind, plan.data.text) if plan.data else ("dataset", plan.dataset or "mixture")
     lines = [
+        *estimates[:1],
+        *format_gpu_map(plan),
         f"recipe     {plan.recipe} ({plan.task}, {plan.entry})",
         *([f"objective  {plan.maxent}"] if plan.maxent else []),
         f"flavour    {plan.device}" + (" (smoke test, not an experiment)" if plan.smoke else ""),
@@ -389,8 +393,7 @@ def format_plan(
         f"vllm       {plan.vllm}",
         f"ports      {server}trainers {plan.ports.main_process}",
         *([f"nodes      {len(plan.nodes)}: {', '.join(plan.nodes)}"] if several else []),
-        *format_gpu_map(plan),
-        *estimates,
+        *estimates[1:],
         *(f"note       {note}" for note in plan.notes),
     ]
     for process in plan.processes:

@@ -34,7 +34,7 @@ def run_doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess
 
 
 def test_every_check_is_a_line_and_what_to_do_stands_below(tmp_path: Path):
-    done = run_doctor(TRANSFORMERS_CACHE="/x")
+    done = run_doctor("-v", TRANSFORMERS_CACHE="/x")
     lines = done.stdout.splitlines()
     marks = [line.split()[0] for line in lines if not line.startswith(" ")]
     assert len(marks) == len(MACHINE) + 1 and set(marks[:-1]) <= {"ok", "warn", "PROBLEM"}

@@ -89,21 +89,23 @@ def test_a_check_that_hangs_is_told_when_the_time_is_over(tmp_path: Path):
 
 def test_nothing_secret_and_no_second_line_comes_out():
     result = run_check(leaking)
-    text = format_findings({"leaking": result})
+    text = "\n".join(format_findings({"leaking": result}))
     assert SECRET not in text and "pass@" not in text
     assert result.value == "token ******** second line"
 
 
-def test_the_report_has_a_line_a_check_and_one_below_with_what_to_do():
-    results = {"a": ok("fine"), "long name": problem("bad", "mend it"), "c": warning("so", "x")}
-    assert format_findings(results).splitlines() == [
-        "ok       a          fine",
+def test_problems_come_first_and_checks_without_a_finding_share_a_line():
+    results = {"a": ok("fine"), "long name": problem("bad", "mend it"), "c": warning("so", "x"), "d": ok("good")}
+    findings = [
         "PROBLEM  long name  bad",
         "                    -> mend it",
         "warn     c          so",
         "                    -> x",
-        "grpo: 3 checks, 1 warning, 1 problem",
     ]
+    counts = "grpo: 4 checks, 1 warning, 1 problem"
+    assert format_findings(results) == [*findings, "ok       a, d (details: grpo doctor -v)", counts]
+    every_value = ["ok       a          fine", "ok       d          good"]
+    assert format_findings(results, verbose=True) == [*findings, *every_value, counts]
 
 
 def test_several_findings_of_a_check_show_all_that_is_not_ok_with_the_worst_status():

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from grpo_recipes.cli import chosen_recipe, command, option, recipe_name, switch
+from grpo_recipes.cli.display import print_labelled
 from grpo_recipes.console.doctor import DEEP, MACHINE, RECIPE, RUN
-from grpo_recipes.console.doctor.examine import Check, Machine, examine, format_findings, make_error_finding
+from grpo_recipes.console.doctor.examine import MARK_WIDTH, Check, Machine, examine, format_findings, make_error_finding
 from grpo_recipes.console.doctor.recipes import Case
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error
 from grpo_recipes.recipe import Recipe
@@ -24,6 +25,7 @@ _DEEP_SECONDS, _DEEP_PROGRAM_SECONDS = 150.0, 120.0
     "Check this machine, a recipe on it, or the end of a run, and print fixes",
     option("--run", metavar="RUN_DIR|last", dest="run_dir", help="Explain how this run ended instead"),
     switch("--deep", help="Also import torch, TRL and vLLM (takes a minute)"),
+    switch("-v", "--verbose", help="Also print the checks without a finding"),
     switch("--json", help="Print the results as JSON"),
     takes_recipe=True,
 )
@@ -59,5 +61,5 @@ def doctor(options: argparse.Namespace) -> int:
         rows = [{"name": name, **asdict(finding)} for name, finding in results.items()]
         print(json.dumps({"problems": problems, "warnings": statuses.count(WARNING), "checks": rows}, indent=1))
     else:
-        print(format_findings(results))
+        print_labelled(format_findings(results, options.verbose), MARK_WIDTH)
     return EXIT_CONFIG_ERROR if problems else 0

@@ -24,6 +24,7 @@ from grpo_recipes.runs.endings import OK, PROBLEM, WARNING, Finding, combine_fin
 from grpo_recipes.secrets import mask_secrets
 
 Check = Callable[[Any], Finding]
+MARK_WIDTH = 8  # characters of a mark in the list of findings
 _MARKS = {OK: "ok", WARNING: "warn", PROBLEM: "PROBLEM"}
 
 
@@ -178,13 +179,22 @@ def make_error_finding(error: Exception) -> Finding:
     return warning(f"the check failed: {type(error).__name__}: {error}", "check it yourself")
 
 
-def format_findings(results: Mapping[str, Finding]) -> str:
-    """Return the findings as text: a line per check with the fix below it, and a last line with the counts."""
+def format_findings(results: Mapping[str, Finding], verbose: bool = False) -> list[str]:
+    """Return lines with the findings: problems, warnings, then checks without a finding, and the counts.
+
+    A finding has its fix on a second line. Checks without a finding share one line with their names; with ``verbose``,
+    each has a line with its value.
+    """
     width = max(map(len, results))
     lines = []
-    for name, finding in results.items():
-        lines.append(f"{_MARKS[finding.status]:<8} {name:<{width}}  {finding.value}")
-        lines += [f"{'':<8} {'':<{width}}  -> {finding.fix}"] if finding.fix else []
+    for status in (PROBLEM, WARNING, OK):
+        findings = {name: finding for name, finding in results.items() if finding.status == status}
+        if status == OK and findings and not verbose:
+            lines.append(f"{_MARKS[OK]:<{MARK_WIDTH}} {', '.join(findings)} (details: grpo doctor -v)")
+            continue
+        for name, finding in findings.items():
+            lines.append(f"{_MARKS[status]:<{MARK_WIDTH}} {name:<{width}}  {finding.value}")
+            lines += [f"{'':<{MARK_WIDTH}} {'':<{width}}  -> {finding.fix}"] if finding.fix else []
     numbers = {kind: sum(finding.status == kind for finding in results.values()) for kind in (WARNING, PROBLEM)}
     counts = ", ".join(f"{number or 'no'} {kind}{'s' * (number != 1)}" for kind, number in numbers.items())
-    return "\n".join([*lines, f"grpo: {len(results)} checks, {counts}"])
+    return [*lines, f"grpo: {len(results)} checks, {counts}"]

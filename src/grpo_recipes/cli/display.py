@@ -1,0 +1,95 @@
+"""Output of commands for a person at a terminal: colors, and lines that end at the terminal's width.
+
+Without a terminal (a file, a pipe, a Slurm log), the same facts are plain lines, which scripts can read. NO_COLOR and
+TERM=dumb turn off colors. rich is imported only for a terminal, because its import takes 0.1 s.
+
+    print_labelled(["state      completed", "reward     0.539"], 10)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TextIO
+
+from grpo_recipes.errors import Problem
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_INDENT = 2
+_MOST_COLUMNS = 40  # characters of a line in which its text begins
+_STYLES = (  # pattern in a line -> style
+    (r"Fix: .*|-> .*|^next: .*", "green"),
+    (r"does not fit\b|^PROBLEM|\bfailed\b|\blost\b|\bdamaged\b", "bold red"),
+    (r"^warn\b|^note\b|^not estimated", "yellow"),
+    (r"^ok\b|\bcompleted\b|\bsufficient\b", "green"),
+    (r"\brunning\b|\bstarting\b", "cyan"),
+)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Return whether a person reads this stream in a terminal that understands colors and positions."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def print_problems(problems: Sequence[Problem], stream: TextIO) -> None:
+    """Print config errors: one line each, or in a terminal a block each, and the number of problems at the end.
+
+    The fix is never broken into lines, so that a command in it can be copied.
+    """
+    if not is_terminal(stream):
+        print(*(f"grpo: {problem}" for problem in problems), sep="\n", file=stream)
+        return
+    console = make_console(stream)
+    for problem in problems:
+        console.print(problem.where, style="bold", soft_wrap=True)
+        for line in _wrap(f"{problem.what}.", console.width - _INDENT):
+            console.print(" " * _INDENT + line)
+        console.print(f"{' ' * _INDENT}Fix: {problem.fix}", style="green", soft_wrap=True)
+    if len(problems) > 1:
+        files = {problem.where.partition(":")[0] for problem in problems}
+        place = f" in {files.pop()}" if len(files) == 1 else ""
+        console.print(f"grpo: {len(problems)} problems{place}", style="bold red", soft_wrap=True)
+
+
+def print_labelled(lines: Sequence[str], label_width: int) -> None:
+    """Print lines that begin with a label of ``label_width`` characters and a space.
+
+    In a terminal, labels are dim, long texts continue below their beginning, and states, problems and fixes have
+    colors. Lines with JSON or a variable are not broken, so that they can be copied.
+    """
+    if not is_terminal(sys.stdout):
+        print(*lines, sep="\n")
+        return
+    from rich.text import Text
+
+    console = make_console(sys.stdout)
+    for line in lines:
+        # The text begins behind the columns of its line, for example status and name in `grpo doctor`.
+        start = max([label_width + 1, *(gap.end() for gap in re.finditer(" {2,}", line[:_MOST_COLUMNS]))])
+        columns, text = Text(line[:start]), Text(line[start:])
+        label_style = next((style for pattern, style in _STYLES if re.match(pattern, line)), "dim")
+        columns.stylize(label_style, 0, label_width)
+        for pattern, style in _STYLES:
+            text.highlight_regex(pattern, style)
+        can_break = len(line) > console.width > 2 * start and not re.match(r"\[|\w+=", text.plain)
+        parts = text.wrap(console, console.width - start) if can_break else [text]
+        for number, part in enumerate(parts):
+            part.rstrip()
+            console.print(Text.assemble(" " * start if number else columns, part), soft_wrap=True)
+
+
+def make_console(stream: TextIO) -> Console:
+    """Return a console of rich that prints texts as they are: no markup, no automatic colors."""
+    from rich.console import Console
+
+    return Console(file=stream, markup=False, highlight=False, emoji=False)
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    """Break a text at spaces into lines of at most ``width`` characters; longer words are kept whole."""
+    return textwrap.wrap(text, max(width, 20), break_long_words=False, break_on_hyphens=False) or [""]

@@ -1,0 +1,97 @@
+"""Commands in a terminal: colors, lines that end at its width, and plain lines without a terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes.paths import find_code_root
+
+SMOKE = str(find_code_root() / "recipes/smoke/grpo.yaml")
+COLOR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def run_in_terminal(width: int, *words: str, **variables: str) -> str:
+    """Run `grpo` in a terminal of ``width`` columns and return everything that it prints there."""
+    controller, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
+    environment = {**os.environ, "TERM": "xterm-256color", **variables}
+    for name in {"COLUMNS", "NO_COLOR", "FORCE_COLOR"} - variables.keys():
+        environment.pop(name, None)
+    command = [sys.executable, "-m", "grpo_recipes", *words]
+    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment):
+        os.close(terminal)
+        parts = []
+        while True:
+            try:
+                part = os.read(controller, 1 << 16)
+            except OSError:  # the terminal's last process has ended
+                break
+            parts.append(part)
+    os.close(controller)
+    return b"".join(parts).decode().replace("\r\n", "\n")
+
+
+@pytest.fixture
+def wrong(tmp_path: Path) -> Path:
+    path = tmp_path / "wrong.yaml"
+    unknown = "a_key_with_a_name_that_is_so_long_that_its_problem_needs_more_than_one_line_of_a_terminal"
+    path.write_text(f"model_name_or_path: smoke:sums\nnum_generations: 7.5\n{unknown}: 1\n")
+    return path
+
+
+def test_problems_are_blocks_with_a_green_fix_and_their_number(wrong: Path) -> None:
+    text = run_in_terminal(80, "check", str(wrong))
+    assert "\x1b[32m  Fix: set num_generations to an integer, e.g. 8\x1b[0m" in text
+    assert f"\x1b[1m{wrong}:2\x1b[0m\n  num_generations: expected an integer, got 7.5.\n" in text
+    problems = [line for line in COLOR.sub("", text).splitlines() if line.startswith("  Fix: ")]
+    assert COLOR.sub("", text).splitlines()[-1] == f"grpo: {len(problems)} problems in {wrong}"
+
+
+@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_no_color_if_the_user_or_the_terminal_wants_none(wrong: Path, variables: dict[str, str]) -> None:
+    text = run_in_terminal(80, "check", str(wrong), **variables)
+    assert "num_generations: expected an integer, got 7.5." in text
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", text)
+
+
+def test_a_pipe_gets_one_plain_line_for_each_problem(wrong: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_recipes", "check", str(wrong)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and "\x1b" not in done.stderr
+    assert all(line.startswith(f"grpo: {wrong}") and ". Fix: " in line for line in done.stderr.splitlines())
+
+
+def test_the_lines_of_a_plan_end_at_the_width_and_continue_below_their_text() -> None:
+    continued = {}
+    for width in (80, 120):
+        lines = COLOR.sub("", run_in_terminal(width, "plan", SMOKE)).splitlines()
+        short = [line for line in lines if not re.match(r"(server|trainer|model|dataset) ", line)]  # no paths
+        assert max(map(len, short)) <= width
+        continued[width] = sum(line.startswith(" " * 11) for line in short)
+    assert continued[80] > continued[120] > 0
+
+
+def test_a_plan_begins_with_the_verdict_in_color() -> None:
+    assert "does not fit" not in (text := run_in_terminal(120, "plan", SMOKE))
+    assert text.startswith("\x1b[2mverdict")
+
+
+def test_the_help_lists_every_command_in_a_group_and_examples() -> None:
+    text = run_in_terminal(80, "--help")
+    groups = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert groups == [
+        "Write a recipe:", "Train:", "Follow runs:", "Use a model:", "Shell:", "Options:", "Examples:",
+    ]  # fmt: skip
+    examples = re.findall(r"^  (grpo .*?) {2,}# ", text, re.MULTILINE)
+    assert len(examples) == 3 and max(map(len, text.splitlines())) <= 80
