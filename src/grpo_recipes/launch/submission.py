@@ -234,10 +234,8 @@ def freeze_run(submission: Submission) -> Run:
         undo.callback(shutil.rmtree, run.folder, ignore_errors=True)
         is_ours = (find_code_root() / plan.entry).is_relative_to(find_code_root() / "src")
         for name in _COPIED if is_ours else (*_COPIED, plan.entry):
-            source, copy = (
-                find_code_root() / name,
-                run.folder / FROZEN_CODE / name,
-            )  # equal if the entry script is absolute
+            # Both are equal if the entry script is absolute.
+            source, copy = find_code_root() / name, run.folder / FROZEN_CODE / name
             if source.is_dir():
                 shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
             elif source != copy:

@@ -95,9 +95,8 @@ class SharedClient(BridgeClient):
 
     def _verify(self) -> None:
         if self._args.weight_guard:
-            reports = run_in_thread(
-                self._request_reports
-            )  # the server and this process compute fingerprints at the same time
+            # The server and this process compute fingerprints at the same time.
+            reports = run_in_thread(self._request_reports)
             sent = {
                 name: compute_sent_fingerprint(name, tensor, self._held) for name, tensor in self._parameters().items()
             }
