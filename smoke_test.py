@@ -20,7 +20,7 @@ RUN = (
     "data.problems=sums", "generation.max_new_tokens=8", "generation.temperature=1.0", "train.iterations=1",
     "train.lr=1e-3", "train.batch_size=8", "eval.num_ids=8", "eval.replicates=1", "hydra.run.dir=run",
 )  # fmt: skip
-PACKAGES = "from grpo_recipes.plan.preflight import need_packages; need_packages('transformers')"
+PACKAGES = "from grpo_recipes.plan.preflight import require_packages; require_packages('transformers')"
 # A random model has no answer right. Rewards of the length give it something to learn, and the losses a value.
 RANDOM = (
     "--use_vllm=false", "--bf16=false", "--dtype=float32", "--reward_funcs", "pure_accuracy_math", "cosine_length",

@@ -32,7 +32,7 @@ def test_an_edited_table_is_written_again(tables: ModuleType) -> None:
 def test_the_command_prints_the_names_of_new_files(
     tables: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path, capsys
 ) -> None:
-    monkeypatch.setattr("pages.home", lambda: tmp_path)
+    monkeypatch.setattr("pages.find_code_root", lambda: tmp_path)
     monkeypatch.setattr(tables, "pages_and_figures", lambda: {tmp_path / "same.md": "1", tmp_path / "new.md": "2"})
     (tmp_path / "same.md").write_text("1")
     tables.main()

@@ -108,7 +108,7 @@ def test_an_episode_is_played_on_whichever_child_has_it() -> None:
         assert played(pool, [["k"]], name="dies")[-1][0].by_limit
         deadline = time.monotonic() + 60
         while len(pool._children) < 2 or not all(child.ready for child in pool._children):
-            pool._listen(0.1)
+            pool._handle_replies(0.1)
             assert time.monotonic() < deadline
         (first,) = moved(pool, [""], [[]], name="home")
         pool._children.reverse()  # the order if the spare child was ready first

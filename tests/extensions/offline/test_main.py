@@ -133,7 +133,7 @@ def test_either_spelling_of_a_sweep_is_all_combinations(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     specs: list[Any] = []
-    monkeypatch.setattr("grpo_recipes.console.sweep.command.start", lambda spec, *_: specs.append(spec) or 0)
+    monkeypatch.setattr("grpo_recipes.console.sweep.command.start_sweep", lambda spec, *_: specs.append(spec) or 0)
     assert run("-m", *SMOKE, *words) == 0
     (spec,) = specs
     trials = make_trials(spec, os.environ, "cpu")
@@ -163,7 +163,7 @@ def test_ids_to_evaluate_on_reach_the_recipe_in_a_sweep_too(
     assert run(*SMOKE, "eval.ids=[5000,5003]", "--dry-run") == 0
     assert "--eval_problem_ids 5000 5003" in capfd.readouterr().out
     specs: list[Any] = []
-    monkeypatch.setattr("grpo_recipes.console.sweep.command.start", lambda spec, *_: specs.append(spec) or 0)
+    monkeypatch.setattr("grpo_recipes.console.sweep.command.start_sweep", lambda spec, *_: specs.append(spec) or 0)
     assert run("-m", *SMOKE, "train.lr=1e-5,2e-5", "eval.ids=[5000,5003]") == 0
     trials = make_trials(specs[0], os.environ, "cpu")
     assert [trial.recipe["eval_problem_ids"] for trial in trials] == [[5000, 5003]] * 2
@@ -224,7 +224,7 @@ def test_a_command_in_a_fix_is_one_that_can_be_run(capfd: pytest.CaptureFixture[
 
 def test_a_sweep_asks_the_server_that_its_command_names(monkeypatch: pytest.MonkeyPatch) -> None:
     specs: list[Any] = []
-    monkeypatch.setattr("grpo_recipes.console.sweep.command.start", lambda spec, *_: specs.append(spec) or 0)
+    monkeypatch.setattr("grpo_recipes.console.sweep.command.start_sweep", lambda spec, *_: specs.append(spec) or 0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"http://127.0.0.1:{listening.getsockname()[1]}"
         assert run("-m", *SMOKE, "train.lr=1e-5,2e-5", f"generation.base_url={address}") == 0
