@@ -78,6 +78,7 @@ TESTS: dict[str, str] = {
     "test_a_recipe_of_another_project_is_answered_with_the_command_that_translates_it": MIGRATE,
     "test_a_resume_takes_a_changed_environment": ENVIRONMENTS,
     "test_benchmarks[benchmark_unknown]": PROBLEMS,
+    "test_the_help_lists_every_command_in_a_group_and_examples": WHOLE,
     "test_bad_input_is_refused_before_anything_is_written[arguments5-"
     "the run uploads its model, but the nodes of cpu have no internet]": CONSOLE,
     **dict.fromkeys(
