@@ -166,7 +166,7 @@ def split_sums(seed: int = 0) -> tuple[list[Row], list[Row]]:
 def build_tokenizer(mafia: bool = False) -> PreTrainedTokenizerFast:
     """Return a byte-level tokenizer without merges: one token per ASCII character, lossless for text in NFC.
 
-    With ``mafia``, each of ``MAFIA_WORDS`` is also one token.
+    Special tokens, each of ``ANSWER_TAGS`` and, with ``mafia``, each of ``MAFIA_WORDS`` are also one token.
 
     AutoTokenizer may load it as a `Qwen2Tokenizer`, because of the model's type. That class normalizes to NFC and
     requires a token `<|endoftext|>`. This tokenizer does both, so that both classes encode alike.

@@ -49,7 +49,7 @@ class Preemption(Protocol):
         """Raise ``Stopped`` on every rank if any rank has seen a stop request. Called by every rank."""
 
     def cutting_short(self) -> AbstractContextManager[None]:
-        """Let a stop request end the work inside early."""
+        """Let a stop request end the work inside early, if it polls ``StopRequest.cuts``."""
 
 
 class UnscoredLimit(Protocol):

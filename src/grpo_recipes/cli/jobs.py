@@ -1,7 +1,8 @@
-"""Slurm jobs of `sbatch training.sh` without a run directory, because they still wait or failed early.
+"""Slurm jobs of our batch scripts (``SCRIPTS``) without a run directory, because they still wait or failed early.
 
-Such a job is recognized by its batch script or by its logs, ``logs/slurm_JOB.out`` and ``.err``, in the working folder
-or in the repository. ``SlurmPoll`` limits how often a command queries Slurm and how long it waits for an answer.
+``find_bare_job`` returns such a job as a ``BareJob``, which has the attributes of a run that `grpo logs` reads. The job
+is recognized by its batch script or by its logs, ``logs/slurm_JOB.out`` and ``.err``, in the working folder or in the
+repository. ``SlurmPoll`` limits how often a command queries Slurm and how long it waits for an answer.
 """
 
 from __future__ import annotations

@@ -275,9 +275,10 @@ def _check_checkpoint(checkpoint: Path) -> None:
 
 
 def _make_model_subject(model: str, options: argparse.Namespace) -> _Subject:
-    """Return the subject for a model (folder or hub id) without a recipe, with the recipe ``eval.yaml``.
+    """Return the subject for a model (folder or hub id) without a recipe, based on the recipe ``eval.yaml``.
 
-    Raise ConfigError unless the options set --dataset and --reward.
+    It evaluates on --dataset and --split, by default "test". Raise ConfigError without --dataset or --reward, and for
+    the flags that they replace (--dataset_name, --dataset_train_split).
     """
     for name in ("dataset", "reward"):
         if getattr(options, name) is None:

@@ -424,7 +424,7 @@ class Supervisor:
     def _leave_taken_port(self) -> None:
         """Move the server, which does not run now, to another port if another process listens on its port.
 
-        Raise ConfigError, which ends the run, if the user has set the port.
+        Processes with the address in their command end, to restart. Raise ConfigError if the user has set the port.
         """
         host, old_port, _ = self._attempt.server_address()
         if not find_listening_sockets(host, old_port):

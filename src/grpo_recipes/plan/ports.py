@@ -164,7 +164,11 @@ def _make_no_free_port_error(key: str, first: int) -> ConfigError:
 
 
 def reserve_other_port(host: str, old_port: int) -> int:
-    """Reserve and return another free port than ``old_port`` for the vLLM server; raise ConfigError if none is free."""
+    """Reserve a free port other than ``old_port`` for the vLLM server, and return it.
+
+    Up to 99 ports are tried, in steps of ten from ``old_port``. A reservation of ``old_port`` stays. Raise ConfigError
+    if none is free, or if the server's listening address ``host`` is not an IPv4 address of this machine.
+    """
     for port in _list_candidate_ports(old_port):
         if port != old_port and is_port_free(host, port) and reserve_port(port):
             return port
@@ -172,12 +176,12 @@ def reserve_other_port(host: str, old_port: int) -> int:
 
 
 def reserve_port(port: int) -> bool:
-    """Bind a socket to ``port``, so that no other launch uses it while this process runs; return whether it was free.
+    """Reserve a port by binding a socket to it until this process ends; return whether the port was free or is ours.
 
-    A run's processes listen on their ports only seconds after the choice. Until then, and between two servers, a socket
-    of this process is bound to the port. It binds without SO_REUSEADDR, which fails if any process is bound there. Then
-    it allows SO_REUSEADDR, with which the run's own processes bind. Lock files would not be safe: another user could
-    create them in advance.
+    A run's processes listen on their ports only seconds after the choice. Until then, and between two servers, the
+    socket keeps other launches away. It binds without SO_REUSEADDR, which fails if any process is bound there, and with
+    it only if closed connections of an earlier run block the port. Then it allows SO_REUSEADDR, with which the run's
+    own processes bind. Lock files would not be safe: another user could create them in advance.
     """
     if port in _RESERVED:
         return True

@@ -251,10 +251,12 @@ def cgroup_cores(cgroups: str | None = None, root: Path = _CGROUPS) -> float:
 def _read_cgroup_numbers(
     files: tuple[tuple[str, ...], ...], cgroups: str | None, root: Path
 ) -> Iterator[tuple[int, int]]:
-    """Yield the two numbers in each group of ``files`` (version 2, version 1) for every cgroup of this process.
+    """Yield the two numbers in each group of ``files``, for every cgroup of this process and each of its ancestors.
 
-    ``cgroups`` is the content of /proc/self/cgroup and ``root`` the mount point of cgroups. In a container the path
-    belongs to the host and does not exist here, but its last parent, the mount point, does.
+    A group is one file with two numbers or two files with one: the first group is for cgroup version 2, the second for
+    version 1. A group without exactly two numbers is skipped, for example if a file is missing or contains "max".
+    ``cgroups`` is the content of /proc/self/cgroup (None reads that file), and ``root`` the mount point of cgroups. In
+    a container the path belongs to the host and does not exist here, but its ancestor, the mount point, does.
     """
     text = Path("/proc/self/cgroup").read_text() if cgroups is None else cgroups
     for controllers, path in re.findall(r"^\d+:(.*?):(.*)$", text, re.MULTILINE):

@@ -164,7 +164,10 @@ def _only(recipe: Recipe, entry: dict[str, Any]) -> Any:
 
 
 def evaluation_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield the problems of the evaluation dataset, if the recipe evaluates."""
+    """Yield the problems of the evaluation dataset or, without one, of the training dataset's ``dataset_test_split``.
+
+    The split is only checked in local and built-in datasets. Yield nothing if the recipe does not evaluate.
+    """
     if rules.evaluation_set(recipe):
         yield from _dataset(recipe.location("eval_dataset_name"), evaluation_source(recipe), recipe.location, recipe)
     elif recipe["eval_strategy"] != "no" and recipe["dataset_name"] and not recipe["dataset_mixture"]:

@@ -185,9 +185,11 @@ def _walk(path: KeyPath, node: yaml.Node, name: yaml.Node | None = None) -> Iter
 
 
 def _yaml_traps(tag: str, text: str, nested: bool) -> Iterator[tuple[str, str]]:
-    """Yield (problem, fix) for an unquoted word that YAML 1.1 reads differently from how it looks.
+    """Yield (problem, fix) for an unquoted value that YAML 1.1 reads differently from how it looks.
 
-    ``nested`` values are in a mapping inside a key. For other values, ``convert_value`` handles ``1e-6`` and ``no``.
+    These are integers with a leading zero, which YAML reads as octal. In ``nested`` values (in a mapping inside a key),
+    they are also ``1e-6``, read as a string, and ``no``, ``yes``, ``on`` and ``off``, read as booleans. For other
+    values, ``convert_value`` handles these two. ``tag`` is the type that YAML has resolved.
     """
     if tag == _INT and re.fullmatch(r"[-+]?0\d+", text.replace("_", "")):
         yield f"YAML reads {text} as an octal number", f"write {int(text.replace('_', ''))}"

@@ -71,9 +71,10 @@ def _exp(power: float) -> float:
 
 
 def limit_note(recipe: Recipe) -> str | None:
-    """Return a note if a MaxEnt recipe is practically another method, with the setting that changes this; else None.
+    """Return a note if a MaxEnt recipe is practically another method, else None. It may name a setting to change.
 
-    Returns None if a controller moves tau.
+    Either right and wrong answers have nearly equal weights, or wrong answers have practically no weight. ``listwise``
+    has further cases for long completions. Return None for other tasks, without tau, and if a controller moves tau.
     """
     name, ratio, tau = recipe["maxent_objective"], weight_ratio(recipe), _tau(recipe)
     if task_of(recipe) != MAXENT or tau is None or _targets(recipe):

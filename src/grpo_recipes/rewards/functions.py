@@ -35,7 +35,7 @@ def environment(completions: list[Any], episode_reward: list[float | None], **_:
 
 
 def format_tags(completions: list[Any], **_: Any) -> list[float | None]:
-    """Return 1.0 for free text followed by exactly one non-empty answer tag and nothing else, otherwise 0.0.
+    """Return 1.0 for exactly one answer tag that is not empty, after any or no text and at the end, otherwise 0.0.
 
     Like all rewards that read an answer, it reads only the text after the last ``</think>``.
     """

@@ -159,8 +159,8 @@ def _write_matrix(answer: answers.Answer, compared: str) -> str | None:
 def _are_equal_latex(gold: str, answer: str) -> bool:
     """Return whether two LaTeX expressions are equal by math-verify; False if one can't be parsed or compared.
 
-    Equations such as ``x = 1/2 = 0.5`` are compared by their last side if possible. MemoryError is raised, because it
-    leaves the completion unscored.
+    A chain such as ``x = 1/2 = 0.5`` is compared by its last side, but a gold ``x = 5`` stays an equation. An answer is
+    wrong if its constant sides differ, as in 41=42. Raise MemoryError, which leaves the completion unscored.
     """
     # The value of a chain such as 3+5=8 is its last step. Its other numbers must equal that value: 41=42 is wrong.
     *earlier, last = _EQUALS.split(gold)

@@ -1,7 +1,7 @@
-"""Identify the code of a run, so that a resume with other code is noticed.
+"""Read the identity of a run's code, which a resume compares with the identity of the current code.
 
-The identity is the commit with the uncommitted changes and the package locks. A submitted run has a frozen copy of the
-code in its directory, and its identity is a hash of that copy.
+The identity is the commit with the uncommitted changes and the package locks (``read_code_state``). A submitted run has
+a frozen copy of the code in its directory, and its identity is a hash of that copy (``hash_frozen_code``).
 """
 
 import contextlib

@@ -327,7 +327,10 @@ def _detect_no_signal(health: Health, enough: int) -> Facts | None:
 
 
 def _detect_silent_rewards(health: Health, enough: int) -> Facts | None:
-    """Return facts if one or more of several rewards had a mean of 0 in each of the last rows, else None."""
+    """Return facts if one or more of several rewards had a mean of 0 in each of the last ``enough`` rows, else None.
+
+    Rewards with a maximum of 0 (``_PENALTIES``) are not reported.
+    """
     rows = {name: rows for name, rows in health.silent.items() if rows >= enough and name not in _PENALTIES}
     if not rows or len(health.silent) == 1:
         return None

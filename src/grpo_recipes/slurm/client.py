@@ -247,6 +247,7 @@ def submit(script: Path) -> int:
     """
 
     def to_config_error(error: SlurmError) -> ConfigError:
+        """Return the ConfigError for a failed sbatch: MaybeSubmitted if the job may be in the queue."""
         if isinstance(error, _NotInstalled):
             return config_error("sbatch", str(error), "submit on the cluster's login node")
         if isinstance(error, _Rejected):

@@ -309,9 +309,9 @@ class Preemption:
         return StoppedOnRequest(f"after step {trainer.state.global_step}, state saved")
 
     def cutting_short(self) -> AbstractContextManager[None]:
-        """Mark the block as work that may end early after a stop request. It polls ``StopRequest.cuts``.
+        """Let ``StopRequest.cuts`` become true in the block, which must poll it and end early after a stop request.
 
-        If the training has no next step, the block is not marked.
+        If no training step follows, ``cuts`` stays false, because the result of the block is still needed.
         """
         return self.stop.cutting_short() if self._stoppable else nullcontext()
 

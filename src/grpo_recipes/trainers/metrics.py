@@ -56,9 +56,9 @@ class MetricsRows:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Report this phase to the launcher in the block, and add the block's time to the phase's ``seconds/``.
+        """Report this phase to the launcher in the block, and add the block's time to ``seconds/NAME`` of the row.
 
-        A sync inside a sample counts only as sync.
+        A sync inside a sample counts only as sync. A block that raises an exception adds no time.
         """
         start, sync_seconds = time.perf_counter(), self._seconds["sync"]
         with self.reported(name):

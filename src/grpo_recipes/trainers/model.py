@@ -1,4 +1,8 @@
-"""Load the trained model, its LoRA adapter and its reference, and save them so that ``from_pretrained`` reads them."""
+"""Load the trained model, its LoRA adapter and its reference, and save them so that ``from_pretrained`` reads them.
+
+``merge_parameters`` and ``save_merged`` merge the adapter into the base model. ``check_adapter`` finds problems of a
+LoRA config on a model without weights. Under FSDP and ZeRO-3, each rank saves and loads its own part of the reference.
+"""
 
 import copy
 import os

@@ -130,7 +130,10 @@ def _align_columns(values_bK: torch.Tensor, first_b: torch.Tensor, lengths_b: to
 
 
 def _max_over_ranks(trainer: InnerTrainer, *values: float) -> tuple[int, ...]:
-    """Return the maximum of each value over all ranks, as an integer. Called by every rank."""
+    """Return the maximum of each value over all ranks. Called by every rank.
+
+    Values are counts or flags. Fractions are cut off.
+    """
     if trainer.accelerator.num_processes == 1:
         return tuple(int(value) for value in values)
     of_rank = torch.tensor([values], device=trainer.accelerator.device, dtype=torch.long)

@@ -1,4 +1,7 @@
-"""Connect TRL's trainer to vLLM, and change sampling settings for a while."""
+"""Context managers around TRL's trainer: build our vLLM client or engine, or change sampling settings in a block.
+
+``choose_client`` selects the client's class by the weight sync method.
+"""
 
 import copy
 from collections.abc import Iterator

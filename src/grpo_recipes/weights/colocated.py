@@ -122,7 +122,11 @@ def trl_building_colocated(**settings: Any) -> AbstractContextManager[None]:
 
 
 def _make_engine(args: GRPOConfig, stops: Any, **kwargs: Any) -> "Engine":
-    """Build the engine with TRL's arguments and the options that the launcher gives to a vLLM server."""
+    """Build the engine with TRL's arguments ``kwargs``, some of them replaced by the options of our vLLM server.
+
+    ``stops`` is called before each engine step and aborts the running batch if it returns True. None never aborts.
+    The engine's exit handler is turned off. On CPU, prompts are not prefilled in chunks.
+    """
     from grpo_recipes.weights.engine import Engine  # imported here: runs with a server need no vLLM in the trainer
 
     mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"

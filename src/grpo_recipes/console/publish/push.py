@@ -84,10 +84,10 @@ def check_push_target(recipe: Recipe, environment: Mapping[str, str], run_name: 
 
 
 def check_dataset_repository(name: str, where: str, environment: Mapping[str, str]) -> str:
-    """Check that the account may write to the dataset repository ``name``; return it as ``user/name``.
+    """Check as far as the token shows that the account may write to a dataset repository; return it as ``user/name``.
 
-    ``where`` is the flag that requests the push. Raise ConfigError if the hub does not answer, there is no login, or
-    the account may not write there.
+    A name without a user gets the account's. The repository need not exist. ``where`` is the flag that requests the
+    push. Raise ConfigError if the hub does not answer, there is no login, or the account surely may not write there.
     """
     if not hub_answers(environment):
         fix = "leave it out, and push the file on a machine that reaches the hub: hf upload --repo-type dataset"

@@ -230,7 +230,8 @@ class Chart:
     def up(self) -> Axis:
         """The vertical axis: ``bounds`` if they contain the lines, else a range with nearly all values.
 
-        It starts or ends at 0 if 0 is near.
+        The range includes faint lines and bands. It starts or ends at 0 if 0 is near. For ``shares``, it stays within
+        0 to 1.
         """
         lines = [value for curve in self.curves for value in drop_missing(curve.line)]
         low, high = find_usual_range(lines)

@@ -140,7 +140,11 @@ def _make_attribute_name(name: str) -> str:
 
 
 def _build_parser() -> Parser:
-    """Build the argument parser with the flags of ``flags.yaml`` and ``grpo launch``; its help lists the variables."""
+    """Build the parser with the flags of ``flags.yaml`` and the options of ``grpo launch`` for one node.
+
+    It also accepts the flags that the table rejects, so that the error can name a replacement. The help lists the
+    environment variables.
+    """
     always, script_only = ([row for row in VARIABLES.rows if row.script is script] for script in (False, True))
     epilog = "\n".join(
         [

@@ -365,9 +365,10 @@ class Episodes(Source):
         return advantages_BT.to(output["advantages"]), torch.tensor(gather_object(means))
 
     def _log_metrics(self, trainer: SamplingTrainer) -> None:
-        """Add the mean of each episode metric over all ranks to the trainer's metrics; store the training records.
+        """Add the mean of each episode metric over all ranks to the trainer's metrics, as ``episodes/NAME``.
 
-        Every rank must call this. ``records`` are stored only for a training batch, if ``report_samples`` is above 0.
+        Every rank must call this. In training with ``report_samples`` above 0, also set ``self.records`` to the records
+        of all ranks' episodes.
         """
         mode: Mode = "train" if trainer.model.training else "eval"
         if trainer.model.training and self._args.report_samples > 0:

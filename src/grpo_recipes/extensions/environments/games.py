@@ -187,10 +187,10 @@ class Game(Environment):
         return self._env.state
 
     def _play_opponents(self, reward: float, info: dict[str, float | str], done: bool) -> Turn:
-        """Let random opponents play until the policy or a model is next, or the game ends; return that turn.
+        """Play random opponents until the policy or a model as opponent is next, or the game ends; return that turn.
 
-        ``reward`` and ``info`` become the turn's. ``done`` tells that the game is over already. Raise RuntimeError
-        after 500 turns of opponents.
+        ``reward`` and ``info`` become the turn's. A model's turn names the model in ``opponent``. ``done`` tells that
+        the game is over already. Raise RuntimeError after 500 turns of opponents since the policy's last turn.
         """
         while not (done or self._state.done):
             seat = self._state.current_player_id

@@ -85,7 +85,10 @@ def find_known_sides(game: Mapping[str, Any], seat: int, observations: Iterable[
 
 
 def format_brief_observation(game: Mapping[str, Any], seat: int, observations: Sequence[Sequence[Any]]) -> str:
-    """Return the seat's knowledge in one line: phase, role, living players by side, players named today, targets."""
+    """Return the seat's knowledge in one line: phase, role, living players by side, players named today, targets.
+
+    Names count only by day and in messages of other players. Without valid targets, the line lists the living players.
+    """
     alive, phase, sides = game["alive_players"], game["phase"].value, find_known_sides(game, seat, observations)
     by_others = [observation for observation in observations if observation[0] != seat]
     messages = list_messages_today(by_others) if phase.startswith("Day") else []

@@ -141,7 +141,8 @@ def _translate_server_address(
 ) -> None:
     """Add the recipe keys of the server's address, or a problem with it, to ``translation``.
 
-    If no server answers at a local address, set only the port: the launch starts a vLLM server there.
+    If no server answers at a local address of vLLM, set only the port: the launch starts a vLLM server there.
+    Otherwise set the address and the backend of an external server. ``answers`` tests an address.
     """
     backend, url = config["generation.backend"], str(config["generation.base_url"])
     if backend not in SERVER_BACKENDS:

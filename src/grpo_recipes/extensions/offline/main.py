@@ -366,7 +366,10 @@ def _write_hydra_files(folder: Path, config: DictConfig, hydra: DictConfig, word
 
 
 def _build_parser() -> Parser:
-    """Build the argument parser for the options of launches and sweeps, but not for KEY=VALUE words."""
+    """Build the parser for the options of launches and sweeps, and for Hydra's ``-m`` and ``--cfg``.
+
+    It does not parse KEY=VALUE words.
+    """
     epilog = "Any recipe key is a flag too, e.g. --max_prompt_length 512; see docs/migrate.md."
     usage = "%(prog)s [options] [KEY=VALUE ...]"
     parser = Parser(prog=PROGRAM, usage=usage, description=_ABOUT, epilog=epilog, allow_abbrev=False)

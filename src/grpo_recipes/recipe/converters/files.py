@@ -53,9 +53,10 @@ class FileConverter:
         return tuple(dict.fromkeys(name.partition(".")[0] for name in self.table.by_name))
 
     def implied(self, file: Mapping[str, Value], names: Iterable[str]) -> Iterator[tuple[str, dict[str, Any], str]]:
-        """Yield a reason, the recipe keys that the file implies without setting them, and their place in the file.
+        """Yield the recipe keys that a section of the file implies: the reason, the keys, and the section's place.
 
-        ``names`` are the names in all files and flags.
+        The entries ``implied`` of the table define them. Keys that ``file`` sets are left out. ``names`` are the names
+        in all files and flags. An entry is skipped if one of them matches a pattern in its ``unless``.
         """
         for entry in read_file(self.path)["implied"]:
             keys = {key: value for key, value in entry["keys"].items() if key not in file}
@@ -76,10 +77,10 @@ class FileConverter:
     def as_keys(
         self, file: Mapping[str, Value], around: Surroundings, problems: list[Problem], notes: list[str]
     ) -> dict[str, Value]:
-        """Return a file with recipe keys instead of its settings.
+        """Return a file with recipe keys instead of its settings, and with the keys that its sections imply.
 
-        Append a note for each accepted setting, and a problem for each setting that is rejected or contradicts a recipe
-        key. Recipe keys in the file stay as they are.
+        Append a note for each accepted setting and for implied keys. Append a problem for each setting that is rejected
+        or contradicts a recipe key. Recipe keys in the file stay as they are, and implied keys never replace others.
         """
         implied: dict[str, Value] = {}
         for reason, added, source in self.implied(file, {*file, *around.values}):

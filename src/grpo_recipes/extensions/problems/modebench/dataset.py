@@ -170,7 +170,10 @@ def find_mode(text: str, answer: str) -> str | None:
 
 @lru_cache(maxsize=4096)
 def parse_problem(answer: str) -> dict[str, Any]:
-    """Parse the JSON in a row's column ``answer``; raise ValueError if it is not a ModeBench problem."""
+    """Parse the JSON in a row's column ``answer``; raise ValueError if it is not a ModeBench problem.
+
+    The result is cached and shared. Do not change it.
+    """
     keys_of_task = {"countdown": ("numbers", "target"), "graph_coloring": ("edges", "partial")}
     with contextlib.suppress(ValueError, TypeError, LookupError):
         problem = dict(json.loads(answer))
