@@ -274,7 +274,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_reporting_errors(work: Callable[[], int]) -> int:
     """Return the exit code of ``work``; for a ``ConfigError``, print a line for each problem and return 2.
 
-    If the output can't be written, for example to a full disk, print one line and return 2.
+    If the output can't be written, for example to a full disk, print one line and return 2. A closed pipe prints no
+    line. Other errors are raised.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # print other characters as \\x.. in a terminal without UTF-8

@@ -284,7 +284,7 @@ def _write_time(entry: Run | RunGroup) -> float:
     *(switch(f"--{name}", help=text) for name, (_, text) in merged("logs").items()),
 )
 def logs(options: argparse.Namespace) -> int:
-    """Print logs, and follow them with ``-f``; return 130 after Ctrl-C."""
+    """Print logs, or with ``-f`` follow them; return 130 after Ctrl-C. Without a log and ``-f``, raise ConfigError."""
     if options.lines < 0:
         raise config_error("--lines", f"expected 0 or more, got {options.lines}", "use --lines 50")
     target = find_target(options.which)
@@ -447,7 +447,10 @@ def target_state(target: Run | RunGroup, jobs: JobState) -> tuple[str, bool]:
     switch("--now", help="Stop at once, without waiting for the current step"),
 )
 def stop(options: argparse.Namespace) -> int:
-    """Request that a run, or all trials of a group, save and end; remove a waiting job from the queue."""
+    """Request that a run, or all trials of a group, save and end; remove a waiting job from the queue.
+
+    Raise ConfigError if the target has already ended.
+    """
     target = find_target(options.which)
     if isinstance(target, BareJob):
         _stop_job(target)

@@ -43,7 +43,11 @@ class NodeFlags:
 
 
 def read_nodes(options: argparse.Namespace, job: SlurmJob | None) -> NodeFlags:
-    """Return the effect of the flags; raise a ConfigError with all their problems."""
+    """Return the effect of the flags for nodes: a meeting of the nodes, or variables and recipe keys.
+
+    There is a meeting only for several nodes outside Slurm. In a Slurm job, the network of ``--master-addr`` becomes a
+    variable. Raise ConfigError with all problems of the numbers, or else with all other problems.
+    """
     count, rank = 1 if options.nodes is None else options.nodes, options.node_rank
     problems = _number_problems(options, count)
     if problems:

@@ -68,7 +68,11 @@ _MOST = 10_000  # upper limit of GPUs of a node, nodes, and GiB of a GPU
     option("--from", dest="source", metavar="RECIPE", help="Recipe to copy, or recipe of another project to translate"),
 )
 def new(options: argparse.Namespace) -> int:
-    """Write a recipe that trains on this machine, with a line that tells editors its schema."""
+    """Write a recipe that trains on this machine, with a line that tells editors its schema.
+
+    A recipe of another project is translated, which may write several files. Raise ConfigError if a file exists or
+    can't be written, or if ``--from`` is a script.
+    """
     for where, name in (("FILE", options.file), ("--from", options.source)):
         if name == "":
             raise config_error(where, "is empty", "give a file")
@@ -124,7 +128,11 @@ def start_text(device: str) -> str:
     ),
 )
 def keys(options: argparse.Namespace) -> int:
-    """Print the keys, variables or benchmarks with the word in their name or description."""
+    """Print the keys, variables or benchmarks with the word in their name or description.
+
+    Names of other tools and rejected keys are printed too, with their replacements. Raise ConfigError if nothing
+    matches, or if the word is a setting of another tool that no recipe key replaces.
+    """
     word = (options.word or "").lower()
     table = "--env" if options.env else "--benchmarks" if options.benchmarks else ""
     entries: dict[str, dict[str, Any]]
@@ -229,7 +237,10 @@ def _list_checked(recipe: Recipe, deep: bool) -> list[str]:
 
 @contextlib.contextmanager
 def _json_report(options: argparse.Namespace, **fields: Any) -> Iterator[dict[str, Any]]:
-    """Yield a dict for a command's results. With ``--json``, print it, and add problems instead of raising them."""
+    """Yield a dict for a command's results. With ``--json``, print it, and add problems instead of raising them.
+
+    The field ``ok`` is then False. Without ``--json``, a ConfigError is raised as usual and nothing is printed.
+    """
     report = {"ok": True, "recipe": options.recipe or options.config, "problems": [], **fields}
     try:
         yield report
@@ -248,7 +259,11 @@ def _json_report(options: argparse.Namespace, **fields: Any) -> Iterator[dict[st
     takes_recipe=True,
 )
 def check_rewards(options: argparse.Namespace) -> int:
-    """Print the rewards of correct and incorrect answers; raise ConfigError if a reward can't distinguish them."""
+    """Print the rewards of correct and incorrect answers; raise ConfigError if a reward can't distinguish them.
+
+    Problems of the recipe and a dataset without solutions also raise ConfigError. With ``--json``, print the problems
+    and return 2 instead.
+    """
     if options.rows < 1:
         raise config_error("--rows", f"expected 1 or more, got {options.rows}", f"use --rows {_ROWS}")
     with _json_report(options, rows=0, rewards=[]) as report:
@@ -329,7 +344,10 @@ def _failure_line(name: str, failure: ProbeCompletion) -> str:
     takes_recipe=True,
 )
 def plan(options: argparse.Namespace) -> int:
-    """Print the plan of a launch on this machine or another one, with estimates of memory, disk and speed."""
+    """Print the plan of a launch on this machine or another one, with estimates of memory, disk and speed.
+
+    Raise ConfigError if an option is out of its range, or if the recipe can't run on these resources.
+    """
     resources, gpus, gib = find_resources(os.environ), options.gpus, options.gpu_memory
     if options.nodes > 1 and gpus is None:
         raise config_error("--nodes", "needs --gpus, the number of GPUs of a node", "add --gpus 8")

@@ -260,8 +260,8 @@ def finish_attempt(
     """Write ``summary.json``, print how the run ended, and requeue its job if that was requested and is allowed.
 
     ``wants_requeue`` requests the requeue of ``job``, and ``decide_outcome`` decides on it. With ``benchmark``, the
-    benchmark result is written and printed too, unless the job is requeued. If Slurm rejects the requeue, ``refusal``
-    of the result contains Slurm's answer.
+    benchmark result is written and printed too, unless the job is requeued. Hooks get ``on_end``, for example to write
+    a report. If Slurm rejects the requeue, ``refusal`` of the result contains Slurm's answer.
     """
     folder, cause = attempt.run.folder, ending.cause
     outcome = decide_outcome(attempt, ending, wants_requeue, job)

@@ -184,8 +184,8 @@ def preflight_nodes(
 ) -> Resources:
     """Start the node workers and return the resources with the reported nodes; unchanged on a single node.
 
-    Raise ConfigError if a node lacks something that the run needs, or if two nodes can't reach each other. ``folder``
-    is on the file system that all nodes share.
+    Raise ConfigError if a node lacks something that the run needs, or if two nodes can't reach each other. Raise this
+    process's limit of open files. ``folder`` is on the file system that all nodes share.
     """
     raise_file_limit()  # for processes of the first node, which inherit the limit from the launcher
     if not resources.nodes:
@@ -296,7 +296,10 @@ class NodeWorker:
         self._reported: dict[str, dict[str, Any]] = {}  # the newest report of each process
 
     def run(self) -> None:
-        """Execute orders until the input ends, then end all processes of the run on this node and remove scratch."""
+        """Execute orders until the input ends, then end all processes of the run on this node and remove scratch.
+
+        A lost launcher is not an error. A ConfigError is reported to the launcher and raised.
+        """
         try:
             self._execute_orders()
         except (ConnectionError, TimeoutError):
@@ -338,7 +341,10 @@ class NodeWorker:
         self.ending = Ending(code, cause)
 
     def order_describe(self, needed: Sequence[str] = ()) -> None:
-        """Report the resources of this node, and the ``needed`` files that it does not see."""
+        """Report the resources and problems of this node. Files in ``needed`` that it does not see are problems too.
+
+        This also raises the limit of open files.
+        """
         raise_file_limit()
         interfaces = {
             name: [entry.address for entry in addresses if entry.family == socket.AF_INET]

@@ -247,7 +247,10 @@ def connect_to_node_0(meeting: Meeting, command: Message) -> socket.socket:
     deadline, last_error = time.monotonic() + meeting.limit, OSError()
 
     def connect() -> socket.socket | None:
-        """Return a connection that node 0 has accepted, or None and keep the error."""
+        """Return a connection that node 0 has accepted, or None after a network error, which is kept.
+
+        Raise ConfigError if node 0 rejects this node, another program answers, or the key file is not visible here.
+        """
         nonlocal last_error
         try:
             timeout = min(_HANDSHAKE_SECONDS, max(0.1, deadline - time.monotonic()))
@@ -379,7 +382,10 @@ def _send_message(connection: socket.socket, message: Message) -> None:
 
 
 def _receive_message(connection: socket.socket, deadline: float) -> Message:
-    """Return the next message, a line of JSON; the deadline limits the whole line."""
+    """Return the next message, a line of JSON; the deadline limits the whole line.
+
+    Raise ValueError if it is too long or not a mapping, and OSError if the peer closes the connection or time runs out.
+    """
     line = b""
     while not line.endswith(b"\n"):
         connection.settimeout(max(0.001, deadline - time.monotonic()))

@@ -64,8 +64,9 @@ class Options:
 def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Recipe]:
     """Return the run to resume and its recipe, after all checks of a resume; None and the recipe for a new run.
 
-    Notes on the resumed run are printed. If the run is just ending, wait for its end. Raise ConfigError if the run
-    can't resume, if options contradict each other, or if the recipe is wrong.
+    A requeued Slurm job resumes its run without ``--resume``. Notes on the resumed run are printed. If the run is just
+    ending, wait for its end. Raise ConfigError if the run can't resume, if options contradict each other, or if the
+    recipe is wrong.
     """
     # The frozen recipe of a submitted run contains the environment of the submission.
     environment = {} if os.environ.get(CODE_VARIABLE) else os.environ

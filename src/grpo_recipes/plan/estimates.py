@@ -148,7 +148,10 @@ class Workload(dict[str, Any]):
 
     @property
     def weights(self) -> int:
-        """Weights on one process."""
+        """Bytes of the model's weights on one process, including a LoRA adapter.
+
+        With ZeRO-3 and FSDP2, these are its shards, unless they are offloaded, and the layers that it gathers.
+        """
         count: int = self["parameters"]
         processes: int = self["world_size"]
         accelerator = self["accelerator"]
@@ -408,7 +411,8 @@ def estimate_disk(recipe: Recipe, plan: Plan, run_dir: Path) -> Disk:
     """Estimate the bytes that a run of this plan writes, and the free bytes on its disk.
 
     Without a limit of checkpoints, two are counted. ``run_dir`` need not exist. Files that a resumed run has already
-    written there count as free. Raise UnknownShape if the model's sizes are unknown.
+    written there count as free. If the disk is too small, ``fix`` of the result has settings that help. Raise
+    UnknownShape if the model's sizes are unknown.
     """
     work = Workload.of(recipe, plan)
     model_size = work.element * work["parameters"]

@@ -220,7 +220,10 @@ def choose_max_num_seqs(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> in
 
 
 def _requested_completions(recipe: Recipe, plan: Plan, default: int) -> int:
-    """Return the most completions that the run requests from one vLLM engine at the same time."""
+    """Return the most completions that the run requests from one vLLM engine at the same time.
+
+    Training, evaluation and benchmarks count. It is at least ``default`` if an extension samples by itself on a server.
+    """
     world_size = plan.batch.world_size
     requested: int = max(devices.count_generation_completions(recipe, plan.batch), (plan.eval_batch or 0) * world_size)
     if recipe["benchmarks"]:
@@ -314,7 +317,8 @@ def _find_integers(content: Any) -> Iterator[tuple[str, int]]:
 def find_accelerate_file(accelerator: str, environment: Mapping[str, str]) -> str:
     """Return the path of CONFIG_FILE, or of the accelerate file in TRL's package for this accelerator.
 
-    Raise ConfigError if CONFIG_FILE does not exist, is not YAML, or splits sequences over processes.
+    Raise ConfigError if CONFIG_FILE does not exist, is not YAML, or splits sequences over processes. Without
+    CONFIG_FILE, raise ConfigError if TRL is not installed.
     """
     if path := environment.get("CONFIG_FILE"):
         if not Path(path).is_file():

@@ -286,7 +286,10 @@ def _wait_for_listener(
     foreign_listeners = 0
 
     def is_ready() -> bool:
-        """Return whether the run's own process listens and is ready; raise PortTaken or NotReady."""
+        """Return whether the run's own process listens and is ready.
+
+        Raise PortTaken if another process listens at two checks in a row, and NotReady if the run's process has died.
+        """
         nonlocal foreign_listeners
         is_alive = alive()
         with contextlib.suppress(ConnectionRefusedError):

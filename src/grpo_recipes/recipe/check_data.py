@@ -93,7 +93,10 @@ def reward_arguments(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _columns_of_sets(recipe: Recipe) -> Iterator[Columns | None]:
-    """Yield the columns of each dataset that rewards see, None if they are unknown before a download."""
+    """Yield the columns of each dataset that rewards see, None if they are unknown before a download.
+
+    A mixture counts as one dataset with the columns that all of its datasets have.
+    """
     if recipe["dataset_mixture"]:
         all_of = [_columns(source) for source in mixture_sources(recipe)]
         known = [columns for columns in all_of if columns is not None]
@@ -121,7 +124,10 @@ def _columns(source: DataSource) -> Columns | None:
 
 
 def training_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield the problems of the dataset or the mixture that a recipe trains on."""
+    """Yield the problems of the dataset or the mixture that a recipe trains on.
+
+    Too few rows for one step are a problem too. Yield nothing if the recipe sets neither or both.
+    """
     name, mixture = recipe["dataset_name"], recipe["dataset_mixture"]
     if name and mixture is None:
         yield from _dataset(recipe.location("dataset_name"), training_source(recipe), recipe.location, recipe)
@@ -287,7 +293,8 @@ def _wrong_rows(source: DataSource, head: Head, place: _Place, recipe: Recipe) -
 def _enough_rows(recipe: Recipe, sources: Sequence[DataSource]) -> Iterator[Problem]:
     """Yield a problem if the datasets together have fewer rows than one step needs prompts.
 
-    Nothing is yielded if the rows of a dataset can't be counted quickly, for example before a download.
+    Nothing is yielded if the rows of a dataset can't be counted quickly, for example before a download, or if the
+    recipe does not set the size of a step.
     """
     least = recipe["prompts_per_step"]
     if least is None and recipe["generation_batch_size"]:

@@ -77,7 +77,8 @@ def has_splits(path: Path) -> bool:
 def data_files(folder: Path) -> tuple[str, list[Path]]:
     """Return the kind of a folder's data files, and the files, at most three levels deep.
 
-    Raise ValueError if there are no data files, or files of several kinds.
+    Hidden files are left out. Raise ValueError if there are no data files, files of several kinds (.csv and .tsv are
+    two), or a character of file patterns in the folder's name.
     """
     paths = itertools.islice(itertools.chain(*(folder.glob(depth) for depth in ("*", "*/*", "*/*/*"))), _MANY)
     data_paths = (path for path in paths if path.suffix in BUILDERS and path.name not in _NO_DATA)

@@ -85,7 +85,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_document(path: Path, problems: list[Problem]) -> list[dict[str, Value]]:
-    """Return the keys of a recipe file and its bases, the bases first; append faults to ``problems``."""
+    """Return the keys of a recipe file and its bases, the bases first; append faults to ``problems``.
+
+    Raise ConfigError for a file that can't be read, a missing or circular base, and a chain of too many recipes.
+    """
     chain, layers = [path], [read_file(path, problems)]
     while base := layers[0].pop(BASE_KEY, None):
         if len(chain) > _MOST_BASES:
@@ -97,7 +100,10 @@ def read_document(path: Path, problems: list[Problem]) -> list[dict[str, Value]]
 
 
 def _base_file(chain: list[Path], base: Value) -> Path:
-    """Find the base of the last recipe: next to it, or in the repository, so that a copied recipe still finds it."""
+    """Find the base of the last recipe: next to it, or in the repository, so that a copied recipe still finds it.
+
+    Raise ConfigError if there is no such file, or if it is already in ``chain``, the recipes read so far.
+    """
     if not isinstance(base.value, str):
         raise config_error(base.source, f"{BASE_KEY}: expected a path, got {base.value!r}", "set it to one recipe file")
     candidates = [folder / os.path.expanduser(base.value) for folder in (chain[-1].parent, find_code_root())]
@@ -139,7 +145,11 @@ def read_file(path: Path, problems: list[Problem]) -> dict[str, Value]:
 
 
 def _parse(path: Path, text: str, problems: list[Problem]) -> dict[str, Value]:
-    """Parse the text of a recipe file, and remember the line of each key."""
+    """Parse the text of a recipe file, and remember the line of each key.
+
+    Append a problem for each repeated key and each YAML trap. Raise ConfigError if the text is not a mapping, merges
+    with ``<<``, or expands to too many values. Return {} for an empty file.
+    """
     file = display_path(path)
 
     def line_of(node: yaml.Node) -> str:
@@ -313,7 +323,8 @@ def _convert_parts(key: str, parts: dict[str, Any], raw: Value, path: KeyPath) -
 def _convert(kind: str, value: Any, from_text: bool) -> Any:
     """Convert a value to a type of the catalog; raise ValueError with the expected type.
 
-    With ``from_text``, the value is text from a flag or variable, so booleans and lists are parsed.
+    With ``from_text``, the value is text from a flag or variable, so booleans and lists are parsed. Texts with a number
+    become numbers in any case. A single text becomes a list if the type is a list of texts or numbers.
     """
     if kind.startswith("list["):
         if isinstance(value, str) and from_text and value.startswith("["):

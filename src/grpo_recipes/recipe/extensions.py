@@ -94,7 +94,10 @@ def extensions() -> tuple[Extension, ...]:
 
 
 def _installed(entry_point: importlib.metadata.EntryPoint) -> Extension:
-    """Return the extension of an installed package; a ConfigError names the package that cannot be imported."""
+    """Return the extension of an installed package.
+
+    Raise a ConfigError that names the package if it cannot be imported or does not provide an ``Extension``.
+    """
     package = entry_point.dist.name if entry_point.dist else entry_point.value
     fix = f"upgrade {package}, or run pip uninstall {package}"
     try:

@@ -65,7 +65,10 @@ def entries_of(
 
 
 def kind_of(hint: Any) -> tuple[str, bool]:
-    """Return the catalogue's name of a type annotation, and whether None is allowed."""
+    """Return the catalogue's name of a type annotation, and whether None is allowed.
+
+    A union of several types is named after its dict or list, or else is a "str". Other unknown types are "any".
+    """
     origin, members = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         kinds = {kind_of(member)[0] for member in members if member is not type(None)}

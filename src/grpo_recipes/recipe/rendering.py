@@ -116,7 +116,11 @@ def missing_fix(message: Message, has_rows: bool = True) -> str:
 
 
 def prompt_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield a problem if the model has no chat template, or if the template rejects prompts or omits messages."""
+    """Yield a problem if the model has no chat template, or if the template rejects prompts or omits messages.
+
+    Yield nothing if the model's files are not on this machine, the run does not read prompts from a dataset, or a rule
+    already rejects the recipe's template.
+    """
     if not _has_prompts(recipe):
         return
     if recipe["chat_template"] and "messages" not in recipe["chat_template"]:  # reported by a rule
@@ -212,7 +216,11 @@ def prompt_notes(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[str
 
 
 def expecting_thought(rewards: Sequence[str]) -> Iterator[str]:
-    """Yield a note for each user reward with ``<think>`` in a string of its file."""
+    """Yield a note for each user reward with ``<think>`` in a string of its file.
+
+    Only strings of one line count, because longer strings are docstrings or prompts. Files that can't be parsed are
+    skipped.
+    """
     for name in dict.fromkeys(rewards):
         path = source_path(name) if ":" in name else None
         tree = None

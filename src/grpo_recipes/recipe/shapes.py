@@ -48,7 +48,11 @@ def root_of(column: str, names: Sequence[str]) -> str:
 
 
 def value_at(row: Mapping[str, Any], column: str) -> Any:
-    """Return the value of a column or of a path into one; None if the row has no such value."""
+    """Return the value of a column or of a path into one; None if the row has no such value.
+
+    A path has names and list indexes between dots, for example ``messages.-1.content``. Negative indexes count from the
+    end.
+    """
     if column in row:
         return row[column]
     value: Any = row
@@ -63,10 +67,10 @@ def value_at(row: Mapping[str, Any], column: str) -> Any:
 
 
 def chat_of(value: Any, source: DataSource, system: str | None) -> list[Message]:
-    """Return a prompt, a text or messages ``{role, content}``, as a chat; an empty prompt gives an empty list.
+    """Return a prompt, a text or messages ``{role, content}``, as a chat.
 
-    ``system`` comes before a chat without a system message. A ConfigError rejects anything else, and a chat that ends
-    with the assistant's turn.
+    ``system`` comes before a chat without a system message. Return [] for an empty prompt, or if the last message is
+    empty. A ConfigError rejects anything else, and a chat that ends with the assistant's turn.
     """
     if not isinstance(value, list):
         value = [{"role": "user", "content": _prompt_text(value, source)}]

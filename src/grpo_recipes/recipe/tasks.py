@@ -34,7 +34,11 @@ class RequestedTask:
 
 
 def requested_task(environment: Mapping[str, str], option: str | None = None) -> RequestedTask:
-    """Return the task that ``--task`` (``option``), ``MAXENT`` or ``TRAIN_ENTRYPOINT`` requests; reject two tasks."""
+    """Return the task that ``--task`` (``option``), ``MAXENT`` or ``TRAIN_ENTRYPOINT`` requests.
+
+    Raise ConfigError if two of them request different tasks, a variable has an invalid value, the entry script does not
+    exist, or GRPO_HOME is not the repository.
+    """
     if not (find_code_root() / ENTRIES[GRPO]).is_file():
         fix = "unset GRPO_HOME, or name the repository"
         raise config_error("GRPO_HOME", f"there is no repository in {find_code_root()}", fix)

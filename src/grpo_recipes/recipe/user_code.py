@@ -42,7 +42,10 @@ def split_spec(spec: str) -> tuple[str, str]:
 
 
 def spec_problem(spec: str, where: str) -> Problem | None:
-    """Return the problem if ``spec``, which ``where`` sets, can't be loaded; None if it can. Its code does not run."""
+    """Return the problem if ``spec``, which ``where`` sets, can't be loaded; None if it can. Its code does not run.
+
+    Names are found in the source, so after ``import *`` any name is accepted.
+    """
     module, name = split_spec(spec)
     if not name.isidentifier():
         return Problem(where, f"'{spec}' names no function or class", "write module:name or file.py:name")
@@ -74,7 +77,10 @@ def spec_problem(spec: str, where: str) -> Problem | None:
 
 
 def _missing_import(tree: ast.Module, path: Path) -> tuple[str, int] | None:
-    """Return the first missing package that a file imports at its top level, with the line."""
+    """Return the first missing package that a file imports at its top level, with the line; None if there is none.
+
+    Relative imports, and imports inside functions or blocks, are not checked.
+    """
     search = [*sys.path, os.getcwd(), str(path.parent)]
     for node in tree.body:
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -286,7 +292,11 @@ def load_object(spec: str, copies: Path | None = None) -> Any:
 
 
 def _load_file(user_path: str, path: Path) -> ModuleType:
-    """Import ``path`` as a module: the user's file ``user_path`` or its copy."""
+    """Import ``path`` as a module: the user's file ``user_path`` or its copy.
+
+    A file that was imported before is not executed again. The folder of the user's file is added to the end of
+    ``sys.path``. An exception in the file is raised, and the module is forgotten.
+    """
     original = Path(os.path.expanduser(user_path)).absolute()
     # This module name is unique, and pickle finds it again.
     alias = f"grpo_user_{original.stem}_{hashlib.sha256(os.fsencode(original)).hexdigest()[:8]}"

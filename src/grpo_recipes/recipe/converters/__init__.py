@@ -148,8 +148,9 @@ def harmless(name: str, value: Any) -> str:
 def recipe_keys(layer: Iterable[tuple[str, Value]], problems: list[Problem], notes: list[str]) -> dict[str, Value]:
     """Return the recipe keys of one layer: a file, the variables, or the flags.
 
-    Aliases become the names of their keys. Append a problem for each other name, or a note if the setting changes
-    nothing.
+    Aliases become the names of their keys, and values of other tools become ours. Append a problem for each other name,
+    or a note if the setting changes nothing. The values ``lora_only`` and ``lora_restart`` of ``weight_sync`` also set
+    ``use_peft``, if the layer has not set it before.
     """
     values: dict[str, Value] = {}
     spellings: dict[str, str] = {}  # key -> the name that the layer uses for it
