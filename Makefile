@@ -61,11 +61,11 @@ mutants: setup  ## empty functions one at a time; each has to fail a test (MUTAN
 	$(BIN)/python tests/mutants.py $(MUTANTS)
 
 docs: setup  ## write plain Markdown into build/docs, build the site from it; site/index.html opens from disk
-	$(BIN)/python scripts/documentation/pages.py
+	@mkdir -p build/docs
 	$(BIN)/python -m mkdocs build --strict
 
 docs-serve: setup  ## serve the documentation at DOCS_ADDRESS and build what changes
-	$(BIN)/python scripts/documentation/pages.py
+	@mkdir -p build/docs
 	$(BIN)/python -m mkdocs serve --dev-addr $(DOCS_ADDRESS)
 
 maxent: setup  ## run what docs/maxent.md rests on, two hours on two cores, and write its tables; what is recorded stays

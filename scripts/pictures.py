@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -25,6 +22,7 @@ from rich.text import Text
 from grpo_recipes.console.sweep.folder import write_sweep_page
 from scripts.report_picture import HOME, find_browser, photograph
 from tests.console.report.synthetic_runs import make_sweep
+from tests.in_terminal import run_in_terminal
 
 COLUMNS = 92  # of the terminal
 SWEEP_SIZE = (1280, 1296)  # of the picture, in pixels: the page down to the first chart
@@ -89,22 +87,10 @@ def make_terminal(folder: Path) -> list[Path]:
 
 
 def check_output() -> str:
-    """Run `grpo check` on the recipe with mistakes and return everything that it prints."""
+    """Run `grpo check` on the recipe with mistakes in a terminal, and return what it prints there, with its colors."""
     with tempfile.TemporaryDirectory() as temporary:
         (Path(temporary) / "my.yaml").write_text(RECIPE)
-        done = subprocess.run(
-            [sys.executable, "-m", "grpo_recipes", "check", "my.yaml"],
-            cwd=temporary,
-            env={"PATH": os.environ["PATH"], "HOME": temporary, "COLUMNS": str(COLUMNS)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    if done.returncode != 2:
-        raise SystemExit(f"grpo check: expected exit code 2, got {done.returncode}: {done.stdout}")
-    return done.stdout.rstrip("\n")
+        return run_in_terminal(COLUMNS, "check", "my.yaml", cwd=Path(temporary), HOME=temporary).rstrip("\n")
 
 
 def make_sweep_page(folder: Path) -> list[Path]:

@@ -20,8 +20,8 @@ read_pip_settings() {
     done
 }
 
-# give NAME SETTING [SEPARATOR]: export uv's variable NAME with the words of pip's SETTING.
-give() {
+# export_words NAME SETTING [SEPARATOR]: export uv's variable NAME with the words of pip's SETTING.
+export_words() {
     local words
     read -ra words <<<"${pip_settings[$2]:-}"
     [[ -z ${!1:-} && ${#words[@]} -gt 0 ]] || return 0
@@ -37,17 +37,17 @@ export_uv_settings() {
     [[ ! ${pip_settings[no-index]:-} =~ ^(1|true|yes|on)$ ]] || uv_options=(--no-index)
     # pip compares the versions of all indexes; by default, uv stops at the first index that has the name
     export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
-    give UV_DEFAULT_INDEX index-url
-    give UV_INDEX extra-index-url
-    give UV_FIND_LINKS find-links ,
-    give UV_CONSTRAINT constraint
-    give UV_INSECURE_HOST trusted-host
-    give UV_KEYRING_PROVIDER keyring-provider
-    give UV_HTTP_TIMEOUT default-timeout
-    give UV_HTTP_TIMEOUT timeout
-    give UV_NO_CACHE no-cache-dir
-    give SSL_CERT_FILE cert
-    give SSL_CLIENT_CERT client-cert
-    give HTTPS_PROXY proxy
-    give HTTP_PROXY proxy
+    export_words UV_DEFAULT_INDEX index-url
+    export_words UV_INDEX extra-index-url
+    export_words UV_FIND_LINKS find-links ,
+    export_words UV_CONSTRAINT constraint
+    export_words UV_INSECURE_HOST trusted-host
+    export_words UV_KEYRING_PROVIDER keyring-provider
+    export_words UV_HTTP_TIMEOUT default-timeout
+    export_words UV_HTTP_TIMEOUT timeout
+    export_words UV_NO_CACHE no-cache-dir
+    export_words SSL_CERT_FILE cert
+    export_words SSL_CLIENT_CERT client-cert
+    export_words HTTPS_PROXY proxy
+    export_words HTTP_PROXY proxy
 }

@@ -270,10 +270,13 @@ choose_installer() {
     pin=$(grep '^uv==' "$lock_file") || true
     if command -v uv >/dev/null; then
         uv=$(command -v uv)
-    elif [[ -n $pin ]] && pip install --quiet --no-deps "$pin" && "$env_dir/bin/uv" --version >/dev/null; then
+    elif [[ -n $pin ]] && pip install --quiet --no-deps "$pin" 2>/dev/null && "$env_dir/bin/uv" --version >/dev/null; then
         uv=$env_dir/bin/uv
     fi
-    [[ -n $uv ]] || return 0
+    if [[ -z $uv ]]; then
+        say "uv is not available from the configured indexes; using pip"
+        return
+    fi
     export_uv_settings "$python"
     # one process per core compiles, which is too many on a large login node
     export UV_CONCURRENT_INSTALLS=${UV_CONCURRENT_INSTALLS:-$(($(nproc) < 8 ? $(nproc) : 8))}
@@ -283,7 +286,7 @@ choose_installer() {
 # uv links packages from its cache into the environment. If the home is on another file system, they would be copied and
 # also fill the home's quota, so a cache next to the environment is used and removed at the end.
 choose_uv_cache() {
-    local default=${XDG_CACHE_HOME:-$HOME/.cache}
+    local default=${XDG_CACHE_HOME:-${HOME:-}/.cache}
     own_cache=
     [[ -z ${UV_CACHE_DIR:-} ]] && mkdir -p "$default" || return 0
     [[ $(stat -c %d "$default") != $(stat -c %d "$env_dir") ]] || return 0

@@ -2,14 +2,13 @@
 
 Sources are docs/*.md, the changelog and two files of evidence/. Markers for tables and drawings are replaced by what
 ``tables``, ``ledger_tables`` and ``packages`` make from the code. mkdocs builds the site from build/docs and calls the
-two hooks of this module, so `mkdocs serve` shows a changed source too. To write the pages only:
+two hooks of this module, so `mkdocs serve` shows a changed source too. build/docs must exist. To write only the pages:
 
     python scripts/documentation/pages.py
 """
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,8 +44,7 @@ def on_pre_build(config: Any) -> None:
 def on_post_build(config: Any) -> None:
     """Write llms.txt and a copy of each page into the built site; mkdocs calls this after each build."""
     site = Path(config.site_dir)
-    names = [name for name in _names_in(config.nav) if name.endswith(".md")]
-    lines = [f"- [{read_title(PAGES / name)}]({name})" for name in names]
+    lines = [f"- [{read_title(PAGES / name)}]({name})" for name in _names_in(config.nav)]
     (site / "llms.txt").write_text(
         "\n".join([f"# {config.site_name}", "", f"> {config.site_description}", "", *lines, ""])
     )
@@ -118,5 +116,4 @@ def _names_in(nav: Any) -> list[str]:
 
 
 if __name__ == "__main__":
-    shutil.rmtree(PAGES, ignore_errors=True)
     write_pages()

@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
 import re
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import pytest
+from in_terminal import COLOR, run_in_terminal
 
 from grpo_recipes.paths import find_code_root
 
 SMOKE = str(find_code_root() / "recipes/smoke/grpo.yaml")
-COLOR = re.compile(r"\x1b\[[0-9;]*m")
-
-
-def run_in_terminal(width: int, *words: str, **variables: str) -> str:
-    """Run `grpo` in a terminal of ``width`` columns and return everything that it prints there."""
-    controller, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
-    environment = {**os.environ, "TERM": "xterm-256color", **variables}
-    for name in {"COLUMNS", "NO_COLOR", "FORCE_COLOR"} - variables.keys():
-        environment.pop(name, None)
-    command = [sys.executable, "-m", "grpo_recipes", *words]
-    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment):
-        os.close(terminal)
-        parts = []
-        while True:
-            try:
-                part = os.read(controller, 1 << 16)
-            except OSError:  # the terminal's last process has ended
-                break
-            parts.append(part)
-    os.close(controller)
-    return b"".join(parts).decode().replace("\r\n", "\n")
 
 
 @pytest.fixture
@@ -95,3 +69,10 @@ def test_the_help_lists_every_command_in_a_group_and_examples() -> None:
     ]  # fmt: skip
     examples = re.findall(r"^  (grpo .*?) {2,}# ", text, re.MULTILINE)
     assert len(examples) == 3 and max(map(len, text.splitlines())) <= 80
+
+
+def test_a_valid_recipe_is_told_what_was_checked_and_what_was_not() -> None:
+    checked, unchecked, valid = COLOR.sub("", run_in_terminal(400, "check", SMOKE)).splitlines()[-3:]
+    assert re.match(r"grpo: checked \d+ keys \(names, types, limits, combinations\), ", checked)
+    assert unchecked.startswith("grpo: not checked: tokenizer, prompts and rewards (--deep), ")
+    assert valid.endswith(" is valid")

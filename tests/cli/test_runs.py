@@ -17,7 +17,9 @@ import pytest
 
 from grpo_recipes import cli
 from grpo_recipes.cli import jobs
+from grpo_recipes.paths import shell_path
 from grpo_recipes.plan.devices import Resources
+from grpo_recipes.runs.checkpoints import publish_checkpoint
 from grpo_recipes.runs.rundir import NO_REQUEUE, Run, lock_run, new_run, read_json, stop_file, write_json
 from grpo_recipes.slurm import client
 
@@ -131,6 +133,31 @@ def test_status_tells_step_reward_time_left_and_logs(folder, capsys) -> None:
     assert "phase " not in run_command(capsys, "status", "last"), "nothing runs any more"
     assert "state    running\n" in output and "step     4/10\n" in output and "reward   0.500" in output
     assert "left     about 0:06:00 of training\n" in output and "log      logs/trainer.log\n" in output
+
+
+@pytest.mark.parametrize(
+    ("status", "cause", "shown"),
+    [("stopped", "", True), ("failed", "the server died", True), ("failed", "NotFinite: loss", False),
+     ("completed", "", False)],
+)  # fmt: skip
+def test_status_shows_the_command_that_resumes_a_run(folder, capsys, status, cause, shown) -> None:
+    run = make_run(folder, status=status, steps=4)
+    assert "resume " not in run_command(capsys, "status", "last"), "without a checkpoint"
+    write_json(run.folder / "summary.json", {"status": status, "cause": cause})
+    staged = run.folder / "checkpoints/partial/checkpoint-4"
+    staged.mkdir(parents=True)
+    publish_checkpoint(staged, run.folder / "checkpoints", 4, 1)
+    command = f"resume   grpo launch --resume {shell_path(run.folder)}\n"
+    assert (command in run_command(capsys, "status", "last")) == shown
+
+
+def test_status_shows_the_first_and_the_current_reward(folder, capsys) -> None:
+    run = make_run(folder)
+    rows = [{"step": step, "max_steps": 10, "reward": step / 10} for step in range(1, 9)]
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "reward   0.200 at the start, 0.600 now (means of the first 3 and the last 5)\n" in run_command(
+        capsys, "status", "last"
+    )
 
 
 def test_status_notes_what_the_metrics_give_reason_to(folder, capsys) -> None:

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 from doc_pages import REPOSITORY
+from in_terminal import COLOR
 from PIL import Image
 
 from scripts import pictures
@@ -42,7 +43,7 @@ def test_pictures_on_the_pages_exist_and_are_described() -> None:
 def test_the_terminal_shows_what_the_command_prints() -> None:
     texts = re.findall(r"<text [^>]*>([^<]+)</text>", (ASSETS / "terminal.svg").read_text())
     lines = [html.unescape(text).replace("\xa0", " ") for text in texts]
-    printed = " ".join(pictures.check_output().split())
+    printed = " ".join(COLOR.sub("", pictures.check_output()).split())
     assert printed in " ".join(" ".join(lines).split()), "run: python -m scripts.pictures terminal"
 
 

@@ -63,7 +63,7 @@ Seen = tuple[dict[tuple[str, int], dict[str, Any]], list[str]]
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    pages.write_pages()
+    pages.PAGES.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=REPOSITORY,

@@ -212,15 +212,11 @@ class _MainParser(Parser):
         for title, names in groups.items():
             if entries := [entry(name, helps[name]) for name in names if name in helps]:
                 parts.append("\n".join([f"{title}:", *entries]))
-        parts.append(
-            "\n".join(
-                [
-                    "Options:",
-                    entry("--version", "Print the versions of package and environment"),
-                    entry("-h, --help", "Print this help, or with a command its options"),
-                ]
-            )
-        )
+        options = {
+            "--version": "Print the versions of package and environment",
+            "-h, --help": "Print this help, or with a command its options",
+        }
+        parts.append("\n".join(["Options:", *(entry(name, text) for name, text in options.items())]))
         example_width = max(len(line) for line, _ in _EXAMPLES)
         parts.append("\n".join(["Examples:", *(f"  {line:<{example_width}}  # {text}" for line, text in _EXAMPLES)]))
         return "\n\n".join(parts) + "\n"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _INDENT = 2
 _MOST_COLUMNS = 40  # characters of a line in which its text begins
 _STYLES = (  # pattern in a line -> style
-    (r"Fix: .*|-> .*|^next: .*", "green"),
+    (r"Fix: .*|-> .*", "green"),
     (r"does not fit\b|^PROBLEM|\bfailed\b|\blost\b|\bdamaged\b", "bold red"),
     (r"^warn\b|^note\b|^not estimated", "yellow"),
     (r"^ok\b|\bcompleted\b|\bsufficient\b", "green"),

@@ -20,7 +20,7 @@ from grpo_recipes.cli.display import print_labelled
 from grpo_recipes.cli.jobs import BareJob, SlurmPoll, find_bare_job, without_runs
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
-from grpo_recipes.launch.attempt import SUBMITTED
+from grpo_recipes.launch.attempt import SUBMITTED, format_resume_command
 from grpo_recipes.launch.resolve import POINTERS
 from grpo_recipes.paths import display_path, is_locked, shell_path, sort_newest_first
 from grpo_recipes.process.reports import align_columns
@@ -28,7 +28,6 @@ from grpo_recipes.process.terminal import LOG, strip_control_codes
 from grpo_recipes.recipe.extensions import merged
 from grpo_recipes.recipe.keys import run_root
 from grpo_recipes.runs import rundir
-from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.groups import COMPLETED, GONE, RunGroup, find_group, group_kinds, list_groups
 from grpo_recipes.runs.health import (
     average_first_and_last,
@@ -169,7 +168,7 @@ def status(options: argparse.Namespace) -> int:
         ("restarts", str(run.summary.get("restarts") or "")),
         *(("note", str(notice)) for notice in find_notices(run.rows, run.value, over=has_ended)),
         *(("log", display_path(path)) for path in (run.folder / LOG, *run.logs.values()) if path.is_file()),
-        ("resume", has_ended and _resume_command(run)),
+        ("resume", has_ended and state != "completed" and format_resume_command(run.folder, run.cause or "")),
     ]
     print_labelled([f"{name:<8} {text}" for name, text in facts if text], 8)
     return 0
@@ -180,13 +179,6 @@ def _describe_reward(run: Run) -> str:
     rewards = drop_missing(finite_number(row.get("reward")) for row in run.rows)
     initial, current = average_first_and_last(rewards)
     return f"{initial:.3f} at the start, {current:.3f} now ({describe_means(len(rewards))})"
-
-
-def _resume_command(run: Run) -> str:
-    """Return the command that resumes a run; an empty text if it is completed or has no checkpoint."""
-    if run.summary.get("status") == "completed" or not find_newest_complete(run.folder / "checkpoints"):
-        return ""
-    return f"grpo launch --resume {shell_path(run.folder)}"
 
 
 _COLUMNS = ("state", "job", "step", "reward", "left")

@@ -294,10 +294,20 @@ def finish_attempt(
         _run_end_hooks(attempt)
     if outcome.refusal:
         say(f"not requeued: {outcome.refusal}")
-    can_resume = not outcome.job and "NotFinite" not in cause and "--resume" not in fix
-    if can_resume and find_newest_complete(folder / "checkpoints"):
-        say(f"continue with: grpo launch --resume {shell_path(folder)}{rundir.describe_damaged_rows(folder)}")
+    command = format_resume_command(folder, cause)
+    if command and not outcome.job and "--resume" not in fix:
+        say(f"continue with: {command}{rundir.describe_damaged_rows(folder)}")
     return outcome
+
+
+def format_resume_command(folder: Path, cause: str) -> str:
+    """Return the command that resumes an unfinished run; an empty text without a checkpoint or with NaN weights.
+
+    ``cause`` is the reason of its end. A run whose weights became NaN or infinite would fail again.
+    """
+    if "NotFinite" in cause or not find_newest_complete(folder / "checkpoints"):
+        return ""
+    return f"grpo launch --resume {shell_path(folder)}"
 
 
 def _run_end_hooks(attempt: Attempt) -> None:

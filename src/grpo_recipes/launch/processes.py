@@ -152,6 +152,7 @@ class Child(StartedProcess):
         return State(alive, record.get("pid"), record.get("exit"), lost, ranks)
 
     def end(self) -> None:
+        """Kill the guard, its command and their descendants."""
         # If the guard was killed, its children are orphans, which this process has adopted.
         orphans = [child for child in tree.descendants() if child.pid in self._watched]
         parents = [self.guard_pid, *(orphan.pid for orphan in orphans)]
