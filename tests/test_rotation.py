@@ -13,7 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 from ledgers import is_rotating
-from rotation import TIME_IS_OVER, skip_where_time_is_over
+from rotation import (
+    ALL_OF,
+    COMMITS,
+    SWEEP,
+    TIME_IS_OVER,
+    count_newer_commits,
+    read_recent_changes,
+    skip_where_time_is_over,
+)
 
 TESTS = Path(__file__).parent
 EACH_DAY = """
@@ -63,8 +71,29 @@ def test_faults_all_run_within_four_days(days) -> None:
 def test_a_day_leaves_out_those_of_the_other_days(days) -> None:
     whole, shares = days
     listed = run("-m", "pytest", "--collect-only", "-q", *FILES, GRPO_DAY="20781")
+    new = {file for file in FILES if count_newer_commits(TESTS / file, read_recent_changes()) < ALL_OF}
     for name in whole:
-        assert (name in listed) == (name in shares[20781 % 8]), name
+        of_today = name in shares[20781 % 8] or name.partition("::")[0].removeprefix("tests/") in new
+        assert (name in listed) == of_today, name
+
+
+def test_a_commit_concerns_the_tests_that_it_changes_and_those_of_its_source_files(tmp_path) -> None:
+    def commit(*files: str) -> None:
+        for file in files:
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / file).write_text("new")
+        subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+        author = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+        subprocess.run(["git", *author, "commit", "-qm", "change"], cwd=tmp_path, check=True)
+
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    commit("tests/e2e/test_ports.py")
+    commit("src/grpo_recipes/weights/lora.py")
+    commit(*(f"src/grpo_recipes/launch/step_{number}.py" for number in range(SWEEP + 1)))
+    changes = read_recent_changes(tmp_path)
+    assert len(changes) == 3 and "launch" not in changes[0]
+    files = ("e2e/test_lora.py", "weights/test_nccl.py", "e2e/test_ports.py", "launch/test_nodes.py")
+    assert [count_newer_commits(TESTS / file, changes) for file in files] == [1, 1, 2, COMMITS]
 
 
 @pytest.mark.parametrize(
