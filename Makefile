@@ -4,7 +4,7 @@ SHELL := /bin/bash
 ENV_DIR ?= .venv
 BIN := $(abspath $(ENV_DIR))/bin
 PYTEST_ARGS ?=
-WORKERS ?= 4
+WORKERS ?= 2
 DOCS_ADDRESS ?= 127.0.0.1:8088
 # Every test that runs is recorded, for make coverage.
 RAN_TESTS := $(abspath .cache/ran-tests.txt)
@@ -14,9 +14,13 @@ QUICK = -m "not slow and not soak
 # quick tests beside it.
 ALONE_FILES = tests/e2e $$(grep -rl "mark.alone" tests --include="test_*.py" --exclude-dir=e2e)
 NONE_CHOSEN = 5
+# The tests of these folders import torch. They and the others run at the same time, each in WORKERS processes: a process
+# of pytest-xdist imports every file that its pytest collects, so each process then imports half of the files.
+TORCH = $(addprefix tests/,algorithms data evaluate evidence rollouts server trainers weights)
+AT_ONCE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Two whole runs at a time if each can have a private network (tests/private_network.py), else one.
 RUNS_AT_ONCE ?= $(shell unshare --net true 2>/dev/null && echo 2 || echo 1)
-RUNS = $(if $(filter 1,$(RUNS_AT_ONCE)),,-n $(RUNS_AT_ONCE) --dist loadfile)
+RUNS = $(if $(filter 1,$(RUNS_AT_ONCE)),,-n $(RUNS_AT_ONCE) --dist loadfile --no-loadscope-reorder)
 EXACT = $(abspath bench/results/exact_resume.jsonl)
 EXACT_TESTS = tests/trainers/test_exact_resume.py tests/e2e/test_exact_ranks.py
 SHELL_FILES = $$(git ls-files --cached --others --exclude-standard "*.sh" "*.slurm" .ci/run)
@@ -25,7 +29,7 @@ SHELL_FILES = $$(git ls-files --cached --others --exclude-standard "*.sh" "*.slu
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
-	@echo 'PYTEST_ARGS="-k name -x" is handed to pytest, WORKERS=1 runs all quick tests in one process; DEVICE, ENV_DIR, ENV_MODE, PYTHON and EXTRAS to scripts/setup.sh'
+	@echo 'PYTEST_ARGS="-k name -x" is handed to pytest, WORKERS=1 runs quick tests in two processes; DEVICE, ENV_DIR, ENV_MODE, PYTHON and EXTRAS to scripts/setup.sh'
 
 setup:  ## make the environment (nothing to do when it is complete)
 	@ENV_DIR="$(ENV_DIR)" bash scripts/setup.sh
@@ -35,8 +39,10 @@ smoke:  ## set up and run the smoke recipe
 
 test: setup  ## quick tests: most in four processes, then one by one those that measure seconds
 	@mkdir -p $(dir $(RAN_TESTS)) && date '+started %s' >$(RAN_TESTS)
-	@failed=; \
-	$(PYTEST) $(QUICK) and not alone" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) || [ $$? = $(NONE_CHOSEN) ] || failed=1; \
+	@failed=; trap 'kill $$!' INT; \
+	$(if $(PYTEST_ARGS),,$(PYTEST) $(QUICK) and not alone" $(AT_ONCE) $(TORCH) & ) \
+	$(PYTEST) $(QUICK) and not alone" $(AT_ONCE) $(or $(PYTEST_ARGS),$(TORCH:%=--ignore=%)) || [ $$? = $(NONE_CHOSEN) ] || failed=1; \
+	$(if $(PYTEST_ARGS),,wait $$! || failed=1; ) \
 	$(PYTEST) $(QUICK) and alone" $(or $(PYTEST_ARGS),$(ALONE_FILES)) || [ $$? = $(NONE_CHOSEN) ] || failed=1; \
 	[ -z "$$failed" ]
 

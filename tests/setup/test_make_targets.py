@@ -112,6 +112,25 @@ def test_what_differs_between_clusters_stands_in_the_header_as_a_comment() -> No
         assert option in comments
 
 
+def test_make_test_runs_every_folder_once(tmp_path: Path) -> None:
+    """The folders that import torch run at the same time as the others; a failure of either fails make test."""
+    python = tmp_path / "environment/bin/python"
+    python.parent.mkdir(parents=True)
+    variables = [f"ENV_DIR={tmp_path / 'environment'}", f"RAN_TESTS={tmp_path / 'ran.txt'}"]
+    words = [*documented("make test"), "--old-file=setup", *variables]
+    for failing in ("--ignore=tests/trainers", " tests/trainers", "and alone"):
+        python.write_text(f'#!/bin/bash\necho "run: $*"\n[[ "$*" != *"{failing}"* ]]\n')
+        python.chmod(0o755)
+        done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2
+        runs = [line for line in done.stdout.splitlines() if line.startswith("run: ")]
+        others, torch = sorted((run for run in runs if "not alone" in run), key=lambda run: "--ignore" not in run)
+        folders = {word for word in torch.split() if word.startswith("tests/")}
+        assert len(runs) == 3 and len(folders) > 5
+        assert {word.removeprefix("--ignore=") for word in others.split() if "--ignore" in word} == folders
+        assert all((REPOSITORY / folder).is_dir() for folder in folders)
+
+
 def test_every_file_that_marks_tests_alone_is_among_those_that_make_names() -> None:
     """Pytest runs the tests marked ``alone`` from named files, so that it need not collect the others."""
     shown = "files:\n\t@printf '%s\\n' $(ALONE_FILES)\n"
