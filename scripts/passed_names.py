@@ -3,6 +3,7 @@
 ``make_keys.py`` writes the result into ``keys.json``, because ``grpo check`` imports none of these libraries.
 """
 
+import argparse
 import inspect
 import re
 import typing
@@ -15,9 +16,12 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, GreedyLR
 from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
 from vllm import SamplingParams
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from grpo_recipes.recipe.passed_on import OWNED_NAMES
+from grpo_recipes.recipe.vllm_flags import KEY, OWNED_FLAGS
 
 Names = dict[str, dict[str, Any]]
 # Arguments of ``from_pretrained``, and fields of models' configurations that only training reads. Every other field
@@ -53,6 +57,7 @@ def passed_names(kind_of: Callable[[Any], tuple[str, bool]]) -> dict[str, dict[s
             "transformers": {name: _entry(name, _described(text)) for name, text in generation if name not in owned},
         },
         "model_init_kwargs": {"": {name: _entry(name, kind) for name, kind in _MODEL.items()}},
+        KEY: {"": _server_flags()},
         "lr_scheduler_kwargs": {kind: _parameters(kind_of, functions) for kind, functions in schedulers.items()},
         "liger_kernel_config": {"": {name: _entry(name, "bool") for name in _LIGER}},
         "transformers_continuous_batching_config": {
@@ -73,6 +78,33 @@ def passed_names(kind_of: Callable[[Any], tuple[str, bool]]) -> dict[str, dict[s
 def _entry(name: str, kind: str, **facts: Any) -> dict[str, Any]:
     choices = {"choices": _CHOICES[name]} if name in _CHOICES else {}
     return {"type": kind, "optional": True, **choices, **facts}
+
+
+def _server_flags() -> Names:
+    """Return the flags of ``vllm serve`` that ``vllm_args`` may set."""
+    flags: Names = {}
+    for action in make_arg_parser(FlexibleArgumentParser())._actions:
+        name = next((word for word in action.option_strings if word.startswith("--")), "--help")[2:].replace("-", "_")
+        if name in OWNED_FLAGS or name == "help":
+            continue
+        kind = "bool" if isinstance(action, argparse.BooleanOptionalAction) else _parsed_type(action.type)
+        choices = [choice for choice in action.choices or () if choice is not None]
+        facts = {"choices": sorted(choices)} if choices else {}
+        flags[name] = _entry(name, f"list[{kind}]" if action.nargs == "+" else kind, **facts)
+    return dict(sorted(flags.items()))
+
+
+def _parsed_type(parse: Any) -> str:
+    """Return the type that a flag's function returns: vLLM's own functions are known by their names."""
+    if getattr(parse, "__name__", "") == "_optional_type":
+        return _parsed_type(inspect.getclosurevars(parse).nonlocals["return_type"])
+    if isinstance(parse, type):
+        return {int: "int", float: "float"}.get(parse, "str")
+    names = {
+        "human_readable_int": "int", "loads": "any", "_parse_type": "any", "union_dict_and_str": "any",
+        "parse_dataclass": "dict",
+    }  # fmt: skip
+    return names.get(getattr(parse, "__name__", ""), "str")
 
 
 def _described(text: str) -> str:

@@ -32,7 +32,9 @@ def listeners(run: Launch, port: int) -> list[int]:
 def test_the_guides_variables_are_what_the_real_server_and_trainer_run_with(launch: Callable[..., Launch]) -> None:
     port = free_port()
     run = launch(
-        *("--max_steps", "2", "--save_strategy", "no"), VLLM_PORT=str(port), VLLM_MAX_LEN="77", VLLM_MODEL="smoke:sums",
+        *("--max_steps", "2", "--save_strategy", "no"),
+        *("--vllm_args", "{max_num_batched_tokens: 1024, enable_prefix_caching: false}"),
+        VLLM_PORT=str(port), VLLM_MAX_LEN="77", VLLM_MODEL="smoke:sums",
         RUN_NAME="knobs", VLLM_MODE="server",
     )  # fmt: skip
     run.wait_for(lambda: run.has_run_dir() and run.rows(), "a step", timeout=400)  # the smoke model may have to be made
@@ -46,6 +48,8 @@ def test_the_guides_variables_are_what_the_real_server_and_trainer_run_with(laun
     assert server["max_num_seqs"] == 256
     assert (server["logprobs_mode"], server["max_logprobs"], server["dtype"]) == ("processed_logprobs", -1, "float32")
     assert server["served_model_name"][0].startswith("knobs-") and "smoke/sums" in server["model"]
+    assert (server["max_num_batched_tokens"], server["enable_prefix_caching"]) == (1024, False)  # vllm_args
     engine = next(line for line in run.log("server").splitlines() if "Initializing a V1 LLM engine" in line)
     assert "max_seq_len=77" in engine and "dtype=torch.float32" in engine and "tensor_parallel_size=1" in engine
+    assert "enable_prefix_caching=False" in engine
     assert run.run_dir.name.startswith("knobs-") and run.log_path("server").name.startswith("liv_vllm_knobs_")

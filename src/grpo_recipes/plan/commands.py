@@ -35,6 +35,7 @@ from grpo_recipes.recipe.keys import environment_keys
 from grpo_recipes.recipe.learning import mixed_precision, served_dtype
 from grpo_recipes.recipe.registry import EXTERNAL, LORA_RANKS, SYNC_METHODS
 from grpo_recipes.recipe.rules import longest_completion
+from grpo_recipes.recipe.vllm_flags import flag_words
 from grpo_recipes.runs.rundir import SYNC_FOLDER
 
 LOGS = "logs"  # folder of the logs if the variable LOGDIR is not set
@@ -344,7 +345,7 @@ def server_command(
         "--weight-transfer-config": None if on_cpu else json.dumps({"backend": "nccl"}),
     }
     layers = [text for layer in middleware for text in ("--middleware", f"grpo_recipes.server.{layer}")]
-    return [*program, "--model", model, *layers, *_format_flags(flags)]
+    return [*program, "--model", model, *layers, *_format_flags(flags), *flag_words(recipe["vllm_args"])]
 
 
 def with_server_port(process: Process, host: str, old_port: int, port: int) -> Process:

@@ -265,6 +265,9 @@ def _choose_mode(recipe: Recipe, resources: Resources) -> str:
         if mode == "colocate" and recipe["vllm_enable_sleep_mode"]:
             problem = "vLLM can't sleep on CPU: weights and cache are already in the machine's memory"
             raise config_error(recipe.source("vllm_enable_sleep_mode"), problem, "remove vllm_enable_sleep_mode")
+        if (recipe["vllm_args"] or {}).get("enable_chunked_prefill"):
+            problem = "vllm_args: enable_chunked_prefill crashes vLLM on CPU: its random generators can't step back"
+            raise config_error(recipe.source("vllm_args"), problem, "remove enable_chunked_prefill from vllm_args")
         return mode
     if len(nodes) == len(resources.gpus) == 1 and mode == "server" and not devices.shares_gpu(recipe, resources, mode):
         if need := next(filter(None, (part.needs_server(recipe) for part in load_roles())), None):
@@ -274,6 +277,10 @@ def _choose_mode(recipe: Recipe, resources: Resources) -> str:
         if recipe["overlap_generation"]:
             problem = "overlap_generation needs a second GPU for the server, but only one is visible"
             raise config_error(recipe.source("overlap_generation"), problem, "remove it, or request more GPUs")
+        if recipe["vllm_args"]:
+            problem = "vllm_args needs a vLLM server next to the trainer, but only one GPU is visible"
+            fix = "remove it, or request more GPUs, or set vllm_gpu: shared (one GPU for both)"
+            raise config_error(recipe.source("vllm_args"), problem, fix)
         if recipe.is_set("vllm_mode"):
             problem = "vllm_mode: server needs two GPUs, but only one is visible"
             fix = "set vllm_mode: colocate, or set vllm_gpu: shared (one GPU for both), or request more GPUs"

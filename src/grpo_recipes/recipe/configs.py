@@ -256,6 +256,8 @@ class GRPOConfig(trl.GRPOConfig):
     vllm_max_num_seqs: int | None = key(None,
         "Most completions that a vLLM engine generates at the same time. By default all completions of a generation, "
         "evaluation batch or benchmark, fewer if memory is short.", min=1, max=2048)
+    vllm_args: dict[str, Any] | None = key(None,
+        "More flags of `vllm serve` for the run's server, with underscores, e.g. {max_num_batched_tokens: 4096}.")
     logging_steps: float = key(1, "Always 1: one row of metrics.jsonl per optimizer step.", min=1, max=1)
     save_steps: float = key(100, "Optimizer steps between checkpoints, or a fraction of all steps below 1.", min=0.0001)
     push_to_hub: bool = key(False, "Push the final model to the hub at the end of a run. Needs write access.")

@@ -20,6 +20,8 @@ from grpo_recipes.recipe.chat_template import templates_of, variables_of
 from grpo_recipes.recipe.document import Entry, Value, convert_value
 from grpo_recipes.recipe.keys import expand_names, nearest_of, passed_catalogue
 from grpo_recipes.recipe.rules import NEUTRAL_SAMPLING
+from grpo_recipes.recipe.vllm_flags import KEY as VLLM_ARGS
+from grpo_recipes.recipe.vllm_flags import OWNED_FLAGS
 
 # Names inside a dictionary that the recipe must not set -> the recipe key that sets them, or the reason.
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
@@ -86,6 +88,7 @@ OWNED_NAMES: dict[str, dict[str, str]] = {
         ("return_logprobs", "the trainer sets it to read the completions"),
     ),
     "accelerator_config.gradient_accumulation_kwargs": {"num_steps": "gradient_accumulation_steps"},
+    VLLM_ARGS: OWNED_FLAGS,
 }
 # vLLM's names that change the distribution which completions are sampled from, as top_p does.
 _CHANGE_DISTRIBUTION = frozenset(
@@ -96,7 +99,7 @@ _CHANGE_DISTRIBUTION = frozenset(
 )  # fmt: skip
 _CORRECTION = "vllm_importance_sampling_correction"
 _DICTIONARIES = ("generation_kwargs", "model_init_kwargs", "lr_scheduler_kwargs", "liger_kernel_config",
-                 "transformers_continuous_batching_config")  # fmt: skip
+                 "transformers_continuous_batching_config", VLLM_ARGS)  # fmt: skip
 _LONGEST = 60  # characters of a value in a fix
 _ONE_OF = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate")}
 
