@@ -8,17 +8,42 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
-from container_image import REPOSITORY, Image, in_context, instructions, needs_of_the_test, sections
 from documented import documented
+from podman import REPOSITORY
 
 REVISION = "COMMIT=$(git rev-parse HEAD)"
 PAGE = REPOSITORY / "docs/installation.md"
 
 
+def instructions(path: Path = REPOSITORY / "docker/Dockerfile") -> list[tuple[str, str]]:
+    """Return the instructions of a Dockerfile with the text that follows each."""
+    dockerfile = re.sub(r"^#.*\n", "", path.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    return [(word, text.strip()) for word, _, text in (line.partition(" ") for line in dockerfile.splitlines() if line)]
+
+
+def sections(path: Path = REPOSITORY / "docker/grpo.def") -> dict[str, list[str]]:
+    """Return the lines of each section of an Apptainer definition, its header as ``header``."""
+    sections_by_name: dict[str, list[str]] = {"header": []}
+    name = "header"
+    for line in (line.strip() for line in path.read_text().splitlines()):
+        if line.startswith("%"):
+            name = line[1:]
+            sections_by_name[name] = []
+        elif line and not line.startswith("#"):
+            sections_by_name[name].append(line)
+    return sections_by_name
+
+
+def copies_before_the_first_run() -> set[str]:
+    """Return the files that the Dockerfile copies before it installs the environment."""
+    steps = instructions()
+    first_run = next(index for index, (name, _) in enumerate(steps) if name == "RUN")
+    return {word for name, text in steps[:first_run] if name == "COPY" for word in text.split()[:-1]}
+
+
 def apptainer_post(words: list[str]) -> list[str]:
-    """The lines of %post as `apptainer build` fills them in."""
+    """Return the lines of %post with the values of the build arguments."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--build-arg", action="append")
     parser.add_argument("image")
@@ -31,7 +56,7 @@ def apptainer_post(words: list[str]) -> list[str]:
 
 
 def docker_runs(words: list[str]) -> tuple[str, list[str]]:
-    """The folder and the RUN lines as `docker build` fills them in."""
+    """Return the folder and the RUN lines with the values of the build arguments."""
     assert words[:4] == ["docker", "build", "-f", "docker/Dockerfile"] and words[-1] == "."
     arguments = [words[at + 1] for at, word in enumerate(words) if word == "--build-arg"]
     steps = instructions(REPOSITORY / words[3])
@@ -43,7 +68,7 @@ def docker_runs(words: list[str]) -> tuple[str, list[str]]:
 
 def test_both_definitions_are_the_same_steps_on_the_same_files() -> None:
     shown = 'docker build -f docker/Dockerfile --build-arg COMMIT="$(git rev-parse HEAD)" -t grpo .'
-    folder, lines = docker_runs(documented(shown, {REVISION: "COMMIT=abc"}, fake="Docker"))
+    folder, lines = docker_runs(documented(shown, {REVISION: "COMMIT=abc"}, fake="the CUDA image"))
     assert lines == [
         'DEVICE="cuda" bash docker/install.sh environment',
         'COMMIT="abc" bash docker/install.sh repository',
@@ -58,12 +83,11 @@ def test_both_definitions_are_the_same_steps_on_the_same_files() -> None:
     assert all((REPOSITORY / name).exists() for name in included)
 
 
-def test_no_run_secret_or_environment_of_a_checkout_gets_into_the_image() -> None:
-    outside = ".git/config .venv/bin/python runs/a/run.json my.yaml .env src/.env recipes/hf.token"
-    for name in outside.split():
-        assert not in_context(name), name
-    assert not in_context("src/grpo_recipes/__pycache__/paths.cpython-311.pyc")
-    assert in_context("src/grpo_recipes/paths.py") and in_context("recipes/smoke/grpo.yaml")
+def test_the_dockerfile_copies_every_file_that_setup_reads() -> None:
+    setup = (REPOSITORY / "scripts/setup.sh").read_text()
+    read_first = set(re.findall(r"\$root/(scripts/[\w.]+)", setup))
+    copied = {name for name in copies_before_the_first_run() if name.startswith("scripts/")}
+    assert read_first == copied
 
 
 def test_the_dockerfile_has_the_linters_approval() -> None:
@@ -92,21 +116,3 @@ def test_the_job_of_the_page_hands_on_arguments_and_the_exit_code(tmp_path: Path
     words = [*words[:2], "--resume", "last"]
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout == "run --nv grpo.sif launch --resume last\n"
-
-
-def test_a_command_that_is_late_leaves_no_process_and_no_mount(tmp_path: Path) -> None:
-    if reason := needs_of_the_test():
-        pytest.skip(reason)
-    for name in ("proc", "sys", "dev", "tmp", "usr"):
-        (tmp_path / name).mkdir()
-    for name in ("bin", "lib", "lib64"):
-        (tmp_path / name).symlink_to(f"usr/{name}")
-    image = Image(tmp_path)
-    binds = [("/usr", "/usr", "ro")]
-    written = image.enter(["touch", "/usr/mine", "/mine"], {}, binds=binds, access="ro")
-    assert written.stderr.count("Read-only file system") == 2, written.stderr
-    with pytest.raises(subprocess.TimeoutExpired):
-        image.enter(["sleep", "86.4321"], {}, binds=binds, timeout=3)
-    command_lines = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
-    assert ["sleep", "86.4321"] not in command_lines
-    assert str(tmp_path) not in Path("/proc/self/mounts").read_text()
