@@ -27,6 +27,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[1]
 BASE = "docker.io/library/debian:bookworm-slim"
 _PROGRAMS = ("podman", "runc", "debootstrap")
+_MOST = 16_384  # open files and processes of a container
 _GIGABYTES = 20  # disk space for the layers of the image and for installing the packages
 _PIP_SETTINGS = ("index-url", "extra-index-url", "find-links", "constraint", "trusted-host", "proxy", "timeout")
 
@@ -135,10 +136,10 @@ class Podman:
 
 
 def _run_options() -> list[str]:
-    """Cut off the network. Keep this process's limits, because raising them needs a capability that root may lack."""
+    """Cut off the network. Lower the limits of open files and processes, because root may not be allowed to raise them."""
     limits = []
     for name in ("nofile", "nproc"):
         _, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
-        number = 32_768 if hard == resource.RLIM_INFINITY else hard
+        number = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
         limits += ["--ulimit", f"{name}={number}:{number}"]
     return ["--network", "none", *limits]
