@@ -136,7 +136,7 @@ class Podman:
 
 
 def _run_options() -> list[str]:
-    """Cut off the network. Lower the limits of open files and processes, because root may not be allowed to raise them."""
+    """Cut off the network. Lower the limits of open files and processes: root may not be allowed to raise them."""
     limits = []
     for name in ("nofile", "nproc"):
         _, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
