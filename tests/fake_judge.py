@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import threading
 import time
@@ -13,10 +14,14 @@ from typing import Any
 
 
 class FakeJudge:
-    """Grades "10" an answer that has the solution of its prompt, "0" any other, after ``seconds``."""
+    """Grades "10" an answer that has the solution of its prompt, "0" any other, after ``seconds``.
 
-    def __init__(self, seconds: float = 0.0, failures: int = 0, key: str = "planted"):
-        self.seconds, self.failures, self.key = seconds, failures, key
+    The first ``failures`` requests fail, and later ones with the probability ``failing``.
+    """
+
+    def __init__(self, seconds: float = 0.0, failures: int = 0, key: str = "planted", failing: float = 0.0):
+        self.seconds, self.failures, self.key, self.failing = seconds, failures, key, failing
+        self.random = random.Random(0)
         self.requests = self.now = self.most = 0  # taken in all, at the moment, at most at one moment
         self.lock = threading.Lock()
         self.url = ""
@@ -26,7 +31,7 @@ class FakeJudge:
         with self.lock:
             self.requests, self.now = self.requests + 1, self.now + 1
             self.most = max(self.most, self.now)
-            fails = self.requests <= self.failures
+            fails = self.requests <= self.failures or self.random.random() < self.failing
         time.sleep(self.seconds)
         with self.lock:
             self.now -= 1

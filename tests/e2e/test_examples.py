@@ -80,9 +80,10 @@ def test_a_judge_that_is_a_real_server_grades_and_its_death_leaves_completions_u
     launch: Callable[..., Launch], examples: Path, judge: tuple[str, subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     address, server = judge
-    variables = {"JUDGE_URL": f"{address}/v1", "JUDGE_MODEL": "judge", "JUDGE_KEY": KEY}
-    # The smoke model grades with arbitrary text. A completion is unscored if its grade has no digit.
-    flags = override(SHORT, max_steps=100, reward_max_no_verdict=0.95)
+    variables = {"JUDGE_KEY": KEY}
+    # The smoke model grades with arbitrary text. A completion is unscored if it is not a number of the scale.
+    flags = override(SHORT, max_steps=100, reward_max_no_verdict=0.95, judge_base_url=f"{address}/v1")
+    flags = [*flags, "--judge_scale", "[0, 1000]"]
     places = {"recipes/examples/judge.yaml": str(examples / "judge.yaml")}
     run = launch(*documented("grpo launch recipes/examples/judge.yaml", places)[2:], *flags, **variables)
     run.wait_for(lambda: run.has_run_dir() and len(run.rows()) >= 2, "step 2", timeout=600)  # beside another server
@@ -90,14 +91,14 @@ def test_a_judge_that_is_a_real_server_grades_and_its_death_leaves_completions_u
     assert run.wait(600) == 1, run.output
 
     rows = run.rows()
-    shares = [row["rewards/graded/no_verdict"] for row in rows]
+    shares = [row["rewards/llm_judge/no_verdict"] for row in rows]
     assert shares[0] < 0.95, "the judge's grades were taken"
-    assert all(0 <= row["rewards/graded/mean"] <= 1 for row in rows[:1])
+    assert all(0 <= row["rewards/llm_judge/mean"] <= 1 for row in rows[:1])
     assert all(row["seconds/score"] < 60 for row in rows), "the calls of a step run at once"
     cause = run.summary()["cause"]
-    assert "TooManyWithoutVerdict" in cause and "graded' gave no score for 32 of 32" in cause
+    assert "TooManyWithoutVerdict" in cause and "llm_judge' gave no score for 32 of 32" in cause
     assert "APIConnectionError: Connection error." in cause
-    assert "fix: start the server that recipes/examples/judge.py calls, or correct its address" in run.output
+    assert "fix: start the server that llm_judge calls, or correct its address" in run.output
     slow = [json.loads(line) for line in (run.run_dir / "slow_rewards.jsonl").read_text().splitlines()]
     assert "no answer from its server (APIConnectionError: Connection error.)" in {row["reason"] for row in slow}
     for path in (path for path in run.run_dir.rglob("*") if path.is_file()):

@@ -44,6 +44,7 @@ from grpo_recipes.recipe.registry import (
     is_file,
     rewards,
     rewards_in_children,
+    rewards_with_server,
 )
 from grpo_recipes.recipe.rules import Idle, Rule, isolates_rewards
 from grpo_recipes.recipe.shapes import COLUMN_KEYS
@@ -251,10 +252,12 @@ _IDLE: tuple[Idle, ...] = (
     Idle("reward_timeout reward_memory_gib reward_workers",
         lambda r: rewards_in_children().isdisjoint(r["reward_funcs"]) and not isolates_rewards(r),
         "a reward in a child process (math_verify, or your own)"),
-    Idle("reward_concurrency", lambda r: not isolates_rewards(r), "your own reward in a child process"),
+    Idle("reward_concurrency",
+        lambda r: rewards_with_server().isdisjoint(r["reward_funcs"]) and not isolates_rewards(r),
+        "llm_judge, or your own reward in a child process"),
     Idle("reward_environment",
-        lambda r: not isolates_rewards(r) and not ((source := source_of(r.__getitem__))
-            and source.uses_reward_variables(r.__getitem__)),
+        lambda r: rewards_with_server().isdisjoint(r["reward_funcs"]) and not isolates_rewards(r)
+            and not ((source := source_of(r.__getitem__)) and source.uses_reward_variables(r.__getitem__)),
         "an environment, or your own reward in a child process"),
     Idle("benchmark_*", lambda r: not r["benchmarks"], "benchmarks"),
     Idle("maxent_length_normalize_ref", lambda r: maxent.targets_q(r) and r["maxent_beta"] == 0, "maxent_beta above 0"),

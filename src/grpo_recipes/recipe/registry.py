@@ -151,6 +151,7 @@ class Reward:
     one_answer: bool = False  # it compares with one reference answer
     judges: tuple[str, ...] = ()  # generated datasets that it can judge; empty: all datasets
     in_children: bool = False  # runs in child processes, which can be killed, because a completion may take forever
+    calls_server: bool = False  # async, and needs the keys reward_concurrency and reward_environment
     # For `grpo check-rewards`.
     writings: tuple[str, ...] = ()  # formats of an answer that it reads; empty: <answer>%s</answer>, also with a box
     tagged: bool = False  # it reads only answers inside <answer>...</answer>
@@ -194,6 +195,11 @@ def reward_keys(names: Iterable[str]) -> set[str]:
     """Return the recipe keys that are arguments of these rewards."""
     known = rewards()
     return {key for name in names if name in known for key in known[name].keys}
+
+
+def rewards_with_server() -> set[str]:
+    """Return the rewards that call a server."""
+    return {name for name, reward in rewards().items() if reward.calls_server}
 
 
 def rewards_in_children() -> set[str]:

@@ -188,9 +188,9 @@ def _run_worker(requests: int, replies: int) -> NoReturn:
         if not network:
             _disable_network()
         rewards = {}
-        for spec in specs:
+        for spec, bound_keys in specs.items():
             try:
-                rewards[spec] = load_reward(spec, copies)
+                rewards[spec] = load_reward(spec, copies, bound_keys)
             except BaseException as error:
                 if not isinstance(error.__cause__, ConfigError):  # show the line of the user's code
                     _print_traceback()

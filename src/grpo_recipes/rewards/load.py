@@ -31,6 +31,7 @@ from grpo_recipes.rewards.score import (
     is_user_reward,
     load_reward,
     make_reward,
+    read_keys,
     select_columns,
 )
 from grpo_recipes.runs.rundir import cut_damaged_end, load_json_mapping, write_atomically
@@ -94,6 +95,7 @@ def load_rewards(
         copies=copies,
         environment=script_args.reward_environment,
         concurrency=script_args.reward_concurrency,
+        keys={name: read_keys(name, script_args, args) for name in isolated if not is_user_reward(name)},
     )
     records = LimitRecords(copies / f"limits_{os.environ.get('RANK', '0')}.jsonl")
     short_names = [split_spec(name)[1] or name for name in names]

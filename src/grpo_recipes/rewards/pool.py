@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from grpo_recipes.paths import module_command
@@ -73,7 +74,7 @@ class RewardPool:
 
     def __init__(
         self,
-        *rewards: str,  # built-in rewards without recipe keys, ``module:function`` or ``file.py:function``
+        *rewards: str,  # built-in rewards, ``module:function`` or ``file.py:function``
         workers: int | None = None,  # completions scored at the same time; default: ``count_default_workers()``
         timeout: float = 5.0,  # seconds per completion
         memory_gib: float = 4.0,  # per child, with its descendants
@@ -81,6 +82,7 @@ class RewardPool:
         environment: Collection[str] = (),  # names of additional environment variables for the children
         concurrency: int = 32,  # simultaneous calls of an async reward in a child
         network: bool = True,  # whether the children may use the network
+        keys: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),  # built-in reward -> values of its recipe keys
         valid: Callable[[Any], bool] = is_score,  # accepts a function's value; for functions that are not rewards
     ):
         self.workers, self.timeout, self.memory_gib = workers or count_default_workers(), timeout, memory_gib
@@ -88,7 +90,8 @@ class RewardPool:
         self.accepted: dict[str, list[str] | None] = {}
         self.async_rewards: frozenset[str] = frozenset()
         self._memory, self._concurrency, self._environment = int(memory_gib * 2**30), concurrency, tuple(environment)
-        self._setup = (self._memory, copies, rewards, concurrency, self._environment, frozenset(os.environ), network)
+        specs = {spec: dict(keys.get(spec, {})) for spec in rewards}
+        self._setup = (self._memory, copies, specs, concurrency, self._environment, frozenset(os.environ), network)
         self._rewards, self._names, self._valid = rewards, ", ".join(rewards), valid
         # By the name of a row: the child that made the previous calls, and the number of answered calls.
         self._homes: dict[str, _Child] = {}

@@ -55,12 +55,27 @@ def is_user_reward(name: str) -> bool:
 def make_reward(name: str, script_args: Any = None, args: Any = None) -> Reward:
     """Return a built-in reward as a function, with the values of the recipe keys that it uses as fixed arguments.
 
-    The values are attributes of ``script_args`` or ``args``. A reward without keys needs neither. A dataset column with
-    the name of a key does not replace the value. Raise KeyError for an unknown name.
+    The values are attributes of ``script_args`` or ``args``. A reward without keys needs neither. Raise KeyError for an
+    unknown name.
     """
-    entry = rewards()[name]
-    function = load(entry.function)
-    bound_keys = {key: getattr(script_args if hasattr(script_args, key) else args, key) for key in entry.keys}
+    return bind_keys(load(rewards()[name].function), read_keys(name, script_args, args))
+
+
+def read_keys(name: str, script_args: Any, args: Any) -> dict[str, Any]:
+    """Return the values of the recipe keys that a built-in reward uses, from the configs of a recipe."""
+    keys = rewards()[name].keys
+    return {key: getattr(script_args if hasattr(script_args, key) else args, key) for key in keys}
+
+
+def bind_keys(function: Callable[..., Any], bound_keys: Mapping[str, Any]) -> Reward:
+    """Return a plain or async reward with fixed arguments. A dataset column with the name of a key is ignored."""
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def async_reward(completions: list[Any], **columns: Any) -> Any:
+            return await function(completions, **{**columns, **bound_keys})
+
+        return async_reward  # type: ignore[return-value]
 
     @functools.wraps(function)
     def reward(completions: list[Any], **columns: Any) -> list[float | None]:
@@ -70,8 +85,8 @@ def make_reward(name: str, script_args: Any = None, args: Any = None) -> Reward:
     return reward
 
 
-def load_reward(spec: str, copies: Path | None) -> Reward:
-    """Load a built-in reward that reads no recipe keys, or a user reward.
+def load_reward(spec: str, copies: Path | None, bound_keys: Mapping[str, Any] = MappingProxyType({})) -> Reward:
+    """Load a built-in reward with the values of its recipe keys, or a user reward.
 
     A user reward in a ``.py`` file is loaded from its copy in the folder ``copies``, if that copy exists. A user reward
     in a module is loaded from its copy only if the module is gone. Raise RewardFailed if a user reward does not exist,
@@ -79,7 +94,7 @@ def load_reward(spec: str, copies: Path | None) -> Reward:
     name.
     """
     if not is_user_reward(spec):
-        return make_reward(spec)
+        return bind_keys(load(rewards()[spec].function), bound_keys)
     module, name = split_spec(spec)
     is_gone = not module.endswith(".py") and source_path(spec) is None
     with translate_errors(

@@ -267,14 +267,16 @@ def _find_messages(text: str) -> list[Message]:
 
 
 def reward_fix(run: Run, cause: str) -> str:
-    """Return the fix, as text for the user, if ``cause`` says that a user reward ended the run; else an empty text.
+    """Return the fix, as text for the user, if ``cause`` says that a user reward or a reward's server ended the run.
+
+    Otherwise return an empty text.
 
     The run uses its copy of the reward's file, so the fix includes the flag that updates the copy.
     """
-    failed = re.search(r"(?:RewardFailed|TooManyWithoutVerdict).*?[Rr]eward '([^']+):\w+'", cause)
-    if failed is None:
+    failed = re.search(r"(?:RewardFailed|TooManyWithoutVerdict).*?[Rr]eward '([^']+)'", cause)
+    if failed is None or (":" not in failed[1] and NO_ANSWER not in cause):
         return ""
-    file, resume = failed[1], f"grpo launch --resume {shell_path(run.folder)}"
+    file, resume = failed[1].rpartition(":")[0] or failed[1], f"grpo launch --resume {shell_path(run.folder)}"
     if variable := re.search(r"(?:set|write) reward_environment: \[(\w+)\]", cause):
         edit, resume = f"export {variable[1]} before the launch", f"{resume} --reward_environment {variable[1]}"
     elif NO_ANSWER in cause:

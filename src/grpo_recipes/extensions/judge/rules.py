@@ -1,0 +1,78 @@
+"""The reward that this extension registers, and the rules of its keys. No torch."""
+
+import re
+from urllib.parse import urlsplit
+
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.registry import Reward
+from grpo_recipes.recipe.rules import Idle, Rule, set_by_user
+
+NAME = "llm_judge"
+# The parts of judge_prompt that are replaced: judge_mode -> (required, optional).
+PLACEHOLDERS = {"absolute": (("completion",), ("prompt", "answer")), "pairwise": (("first", "second"), ("prompt",))}
+
+REWARDS = (
+    Reward(NAME, "grpo_recipes.extensions.judge.reward:llm_judge", (
+        "judge_base_url", "judge_model", "judge_api_key_variable", "judge_mode", "judge_prompt", "judge_scale",
+        "judge_max_tokens", "judge_temperature", "judge_retries", "judge_cache", "reward_timeout"),
+        in_children=True, calls_server=True),
+)  # fmt: skip
+
+
+def _is_used(recipe: Recipe) -> bool:
+    return NAME in recipe["reward_funcs"]
+
+
+def _is_address(url: str) -> bool:
+    parts = urlsplit(url)
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
+
+
+def _list_placeholders(recipe: Recipe) -> list[str]:
+    required, optional = PLACEHOLDERS[recipe["judge_mode"]]
+    return [*required, *optional]
+
+
+def _find_unknown_placeholders(recipe: Recipe) -> list[str]:
+    names = re.findall(r"\{([a-z_]+)\}", recipe["judge_prompt"] or "")
+    return [name for name in dict.fromkeys(names) if name not in _list_placeholders(recipe)]
+
+
+def _find_missing_placeholders(recipe: Recipe) -> list[str]:
+    prompt = recipe["judge_prompt"]
+    required, _ = PLACEHOLDERS[recipe["judge_mode"]]
+    return [] if prompt is None else [name for name in required if f"{{{name}}}" not in prompt]
+
+
+def _suggest_placeholder(recipe: Recipe, _: str) -> str:
+    return f"use {[*_find_missing_placeholders(recipe), *_list_placeholders(recipe)][0]}"
+
+
+# fmt: off
+RULES: tuple[Rule, ...] = (
+    Rule("judge_base_url", lambda r: _is_used(r) and not r["judge_base_url"],
+        "llm_judge needs the address of the judge's server", "set judge_base_url: http://HOST:8000/v1"),
+    Rule("judge_base_url", lambda r: r["judge_base_url"] and not _is_address(r["judge_base_url"]),
+        "expected an address such as http://HOST:8000/v1, got '{judge_base_url}'",
+        "set judge_base_url: http://HOST:8000/v1"),
+    Rule("judge_model", lambda r: _is_used(r) and not r["judge_model"],
+        "llm_judge needs the name of the judge on its server", "set judge_model: NAME"),
+    Rule("judge_api_key_variable",
+        lambda r: _is_used(r) and r["judge_api_key_variable"]
+        and r["judge_api_key_variable"] not in r["reward_environment"],
+        "rewards don't get the variable {judge_api_key_variable}",
+        lambda r, _: f"set reward_environment: [{', '.join([*r['reward_environment'], r['judge_api_key_variable']])}]"),
+    Rule("judge_prompt", _find_unknown_placeholders,
+        lambda r, name: f"unknown placeholder '{name}', expected one of {', '.join(_list_placeholders(r))}",
+        _suggest_placeholder),
+    Rule("judge_prompt", lambda r: not _find_unknown_placeholders(r) and _find_missing_placeholders(r),
+        "the judge would not see '{item}', because judge_prompt does not contain this placeholder",
+        lambda _, name: f"add {{{name}}} to judge_prompt"),
+    Rule("judge_scale", lambda r: len(r["judge_scale"]) != 2 or r["judge_scale"][0] >= r["judge_scale"][1],
+        "expected the lowest and the highest grade, got {judge_scale}", "set judge_scale: [0, 10]"),
+    Rule("judge_scale", lambda r: r["judge_mode"] == "pairwise" and bool(set_by_user(r, "judge_scale")),
+        "judge_scale and judge_mode: pairwise can't be combined, because a comparison has no grades",
+        "{removal}, or set judge_mode: absolute"),
+)
+IDLE: tuple[Idle, ...] = (Idle("judge_*", lambda r: not _is_used(r), "reward_funcs: [llm_judge]"),)
+# fmt: on
