@@ -52,6 +52,7 @@ ABOVE: dict[str, str] = {
     "extensions.atropos": "scored groups from Atropos environments",
     "extensions.colocated": "flags and YAML of the co-located trainer",
     "extensions.environments": "multi-turn episodes of libraries and of your own classes",
+    "extensions.judge": "the reward llm_judge: grades of a language model",
     "extensions.migrate": "recipes of open-r1, TRL, verl and others",
     "extensions.offline": "the offline trainer: Hydra keys and iterations",
     "extensions.problems": "generated problems: ModeBench, and problems drawn by seeds",
@@ -64,6 +65,7 @@ NAMES: dict[str, str] = {
     "colocated": r"colocated_grpo|run_colocated",
     "environments": r"textarena|reasoning_gym|openenv|extensions[./]environments|environment_"
     r"(args|mixture|episodes|eval_episodes|max_turns|turn_length|credit|unfinished|timeout|memory_gib|workers|network)",
+    "judge": r"llm_judge|judge_(base_url|model|api_key_variable|mode|prompt|scale|cache|retries)",
     "migrate": r"open-?r1",
     "offline": r"hydra|offline_grpo|run_offline",
     "problems": r"modebench|seeded:|problem_seeds|problem_seed_start",

@@ -254,7 +254,7 @@ _IDLE: tuple[Idle, ...] = (
         "a reward in a child process (math_verify, or your own)"),
     Idle("reward_concurrency",
         lambda r: rewards_with_server().isdisjoint(r["reward_funcs"]) and not isolates_rewards(r),
-        "llm_judge, or your own reward in a child process"),
+        "a reward that calls a server, or your own in a child process"),
     Idle("reward_environment",
         lambda r: rewards_with_server().isdisjoint(r["reward_funcs"]) and not isolates_rewards(r)
             and not ((source := source_of(r.__getitem__)) and source.uses_reward_variables(r.__getitem__)),
