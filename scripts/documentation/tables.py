@@ -23,7 +23,6 @@ import json
 import os
 import re
 import unittest.mock
-from fnmatch import fnmatch
 from typing import Any
 
 from grpo_recipes.cli import make_parser
@@ -38,35 +37,6 @@ from grpo_recipes.slurm import profile
 
 RECIPES = find_code_root() / "recipes"
 
-# Topic -> patterns of the keys that it holds. A key belongs to the first topic that fits.
-TOPICS = {
-    "Model": "model_name_or_path dtype system_prompt chat_template* model_* attn_* trust_*",
-    "Data": "dataset_name dataset_*_column dataset_* max_prompt_length max_train_prompts shuffle_dataset "
-    "problem_seed* eval_problem_*",
-    "Rewards": "reward_funcs reward_weights answer_matching reward_* judge_* cosine_* repetition_max* "
-    "repetition_n_grams soft_punish_cache scale_rewards multi_objective_aggregation",
-    "Batch and length of the run": "prompts_per_step num_generations per_device_train_batch_size max_steps "
-    "num_train_epochs seed num_iterations gradient_accumulation_steps steps_per_generation generation_batch_size "
-    "trim_padding pad_to_multiple_of padding_free",
-    "Sampling": "max_completion_length temperature top_[pk] min_p repetition_penalty mask_* generation_kwargs seed_*",
-    "Loss": "loss_type beta epsilon* kl_* delta importance_* sync_ref_model ref_model_* entropy_* use_adaptive_entropy "
-    "top_entropy_quantile off_policy_* use_bias_correction_kl sapo_* vespo_*",
-    "MaxEnt-GRPO": "maxent_objective maxent_tau maxent_beta maxent_*",
-    "Optimizer": "learning_rate lr_* warmup_* max_grad_norm weight_decay optim* adam_* neftune_* disable_dropout",
-    "LoRA": "use_peft lora_* use_rslora use_dora",
-    "Evaluation and benchmarks": "eval_strategy eval_steps eval_* num_generations_eval per_device_eval_batch_size "
-    "benchmarks benchmark_* load_best_model_at_end",
-    "ModeBench": "modebench_*",
-    "Environments": "environment environment_*",
-    "Atropos": "atropos_environment atropos_mixture atropos_*",
-    "Saving and resuming": "run_name run_root save_* max_requeues callbacks restore_* ignore_data_skip",
-    "Report and logs": "report_* wandb_* logging_* log_* num_completions_to_print disable_tqdm",
-    "Publishing": "push_to_hub hub_*",
-    "Server and weights": "use_vllm vllm_mode vllm_* weight_* server_* max_concurrent_requests",
-    "Processes and memory": "accelerator num_processes gradient_checkpointing* bf16* fp16* tf32 stall_timeout "
-    "main_process_port ddp_* torch_* cast_lm_head_to_fp32 use_liger_kernel liger_*",
-    "Everything else": "*",
-}
 _MARKER = re.compile(
     r"^<!-- (?P<table>all keys|nested keys|refused keys|other names|recipes|maxent|atropos|doctor|profile|weight|"
     r"command)( (?P<owner>\w+))? -->$",
@@ -97,22 +67,10 @@ def fill(markdown: str) -> str:
     return _MARKER.sub(table, _WRITTEN.sub("", markdown))
 
 
-def topics() -> dict[str, list[str]]:
-    """Return the keys of each topic in the order of its patterns; the last topic takes all other keys."""
-    keys_of_topic: dict[str, list[str]] = {title: [] for title in TOPICS}
-    remaining = list(keys.catalogue())
-    for title, patterns in TOPICS.items():
-        for pattern in patterns.split():
-            matches = [name for name in remaining if fnmatch(name, pattern)]
-            keys_of_topic[title] += matches
-            remaining = [name for name in remaining if name not in matches]
-    return keys_of_topic
-
-
 def keys_by_topic() -> str:
     """Return a heading for each topic and the list of its keys."""
-    known = keys.catalogue()
-    parts = [f"## {title}\n\n{_keys({name: known[name] for name in names})}" for title, names in topics().items()]
+    known, keys_by_title = keys.catalogue(), keys.keys_by_topic()
+    parts = [f"## {title}\n\n{_keys({name: known[name] for name in names})}" for title, names in keys_by_title.items()]
     return "\n\n".join(parts)
 
 

@@ -32,6 +32,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("mine.yaml", "my two.yaml", "notes.txt"):
         (work / name).touch()
     (work / "more").mkdir()
+    for name in ("smoke-20260101-120000", "smoke-20260102-120000", "no_run"):
+        (work / "runs" / name).mkdir(parents=True)
+    for path in (work / "runs").glob("smoke-*"):
+        (path / "run.json").touch()
     return work
 
 
@@ -81,11 +85,22 @@ def test_commands_options_keys_values_and_files(offered):
     assert offered("grpo", "plan", "mine.yaml", "--weight_sync", "=", "f") == {"file"}
     assert offered("grpo", "plan", "--max_steps", "") == set()  # the value is any number
     assert offered("grpo", "keys", "lora_t") == {key for key in catalogue() if key.startswith("lora_t")}
-    assert offered("grpo", "stop", "--now", "la") == {"last"} == offered("grpo", "launch", "--resume", "")
-    assert offered("grpo", "chat", "") == {"last"}
+    assert offered("grpo", "stop", "--now", "la") == {"last"}
     assert offered("grpo", "generate", "my") == {"my two.yaml"}
     assert offered("grpo", "generate", "--backend", "") == {"vllm_server", "sglang_server"}
     assert offered("grpo", "completion", "") == {"bash", "zsh"}
+
+
+def test_runs_profiles_and_the_keys_of_a_sweep(offered):
+    runs = {"smoke-20260101-120000", "smoke-20260102-120000"}
+    for words in (["status"], ["logs"], ["stop", "--now"], ["chat"], ["launch", "--resume"]):
+        assert offered("grpo", *words, "") == {"last", *runs}, words
+        assert offered("grpo", *words, "smoke-20260102") == {"smoke-20260102-120000"}, words
+    assert offered("grpo", "submit", "mine.yaml", "--profile", "ml") == {"mltheory"}
+    assert offered("grpo", "sweep", "mi") == {"mine.yaml"}
+    assert offered("grpo", "sweep", "mine.yaml", "weight_s") == {"weight_sync=", "weight_sync_timeout="}
+    assert offered("grpo", "sweep", "mine.yaml", "weight_sync", "=", "f") == {"file"}
+    assert offered("grpo", "sweep", "mine.yaml", "load_in") == set()
 
 
 def test_keys_that_every_recipe_is_rejected_for_are_not_offered(offered):

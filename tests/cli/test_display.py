@@ -76,3 +76,12 @@ def test_a_valid_recipe_is_told_what_was_checked_and_what_was_not() -> None:
     assert re.match(r"grpo: checked \d+ keys \(names, types, limits, combinations\), ", checked)
     assert unchecked.startswith("grpo: not checked: tokenizer, prompts and rewards (--deep), ")
     assert valid.endswith(" is valid")
+
+
+def test_keys_are_bold_with_green_defaults_and_texts_in_one_column() -> None:
+    text = run_in_terminal(100, "keys", "temperature")
+    assert "\x1b[1m  eval_temperature" in text and "\x1b[32mnull" in text
+    lines = COLOR.sub("", text).splitlines()
+    assert max(map(len, lines)) <= 100
+    start = next(line.index("Temperature of evaluations") for line in lines if "Temperature of evaluations" in line)
+    assert any(re.match(f" {{{start}}}[a-z]", line) for line in lines)

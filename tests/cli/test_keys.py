@@ -9,6 +9,7 @@ import pytest
 from grpo_recipes import cli
 from grpo_recipes.recipe.keys import READ_VARIABLES, SHELL_VARIABLES, catalogue, environment_keys, nested_catalogue
 from grpo_recipes.recipe.registry import benchmarks
+from grpo_recipes.recipe.rules import unsupported_keys
 
 
 def list_keys(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
@@ -42,6 +43,33 @@ def test_a_key_is_printed_with_type_limits_default_and_class(capsys):
     assert "(completion | none, default" in capsys.readouterr().out
 
 
+def test_without_a_word_each_key_is_one_row_below_its_topic_the_most_important_first(capsys):
+    assert cli.main(["keys"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if line.startswith("  ")]
+    nested = sum(map(len, nested_catalogue().values()))
+    assert len(rows) == len(catalogue().keys() - unsupported_keys()) + nested
+    assert lines[0] == "Model" and lines[1].split()[:2] == ["model_name_or_path", "null"]
+    (learning_rate,) = (row for row in rows if row.split()[0] == "learning_rate")
+    assert learning_rate.split()[1:] == ["1e-06", "The", "initial", "learning", "rate", "for", "AdamW."]
+
+
+def test_other_matches_are_rows_and_rejected_names_one_line(capsys):
+    assert cli.main(["keys", "lr"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["grpo: for 'lr' write learning_rate", "learning_rate  (float >= 0, default 1e-06, GRPOConfig)"]
+    assert sum("lr_schedule" in line for line in lines) == 3  # lr_scheduler_kwargs, lr_scheduler_type, rejected names
+    assert lines[-1].startswith("Rejected names of other tools: lr_decay_style, lr_schedule, ")
+    assert cli.main(["keys", "policy_lr"]) == 0  # the command that the line names
+    assert capsys.readouterr().out.startswith("grpo: for 'policy_lr' write learning_rate\n")
+
+
+def test_the_row_of_a_key_shows_the_sentence_with_the_word(capsys):
+    assert cli.main(["keys", "temperature"]) == 0
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["loss_type"])
+    assert "temperature-" in row and row.split()[1] == '"dapo"'
+
+
 def test_variables(capsys):
     assert list_keys(capsys, "--env").keys() == {
         *environment_keys(),
@@ -72,7 +100,7 @@ def test_a_word_that_no_key_has(capsys, word, fix):
 
 def test_the_key_itself_comes_first_then_names_then_meanings(capsys):
     matches = list(list_keys(capsys, "beta"))
-    assert matches[0] == "beta" and matches[1:5] == ["adam_beta1", "adam_beta2", "kl_beta_min", "maxent_beta"]
+    assert matches[0] == "beta" and matches[1:5] == ["kl_beta_min", "maxent_beta", "adam_beta1", "adam_beta2"]
     assert next(iter(list_keys(capsys, "VLLM_MODE"))) == "vllm_mode"
     with_word = ["seed" in name for name, entry in list_keys(capsys, "seed").items() if "refused" not in entry]
     assert with_word == sorted(with_word, reverse=True) and not all(with_word)
@@ -83,7 +111,8 @@ def test_names_that_are_refused_are_told_as_such_with_what_to_write(capsys):
     assert matches["output_dir"]["refused"] is True and "run_root" in matches["output_dir"]["help"]
     assert "refused" not in matches["vllm_structured_outputs_regex"] and list(matches)[-1] == "overwrite_output_dir"
     assert cli.main(["keys", "output"]) == 0
-    assert "output_dir  (not supported)\n    remove it;" in capsys.readouterr().out
+    assert "Rejected names of other tools: output_dir, " in capsys.readouterr().out.splitlines()[-1]
+    assert "set run_root and run_name" in refused(capsys, "output_dir")  # the command that the line names
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ import pytest
 from doc_pages import REPOSITORY, prose
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
-from documentation import pages, tables
+from documentation import pages
 
 from grpo_recipes.recipe.converters import ALIASES, names
-from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, nested_catalogue
+from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, keys_by_topic, nested_catalogue
 
 NETWORK_OFF = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
 NAV = (REPOSITORY / "mkdocs.yml").read_text().split("nav:")[1].split("\n\n")[0]
@@ -122,7 +122,7 @@ def test_tables_of_keys_are_made_from_the_code(site: Path) -> None:
 
 def test_every_key_stands_once_under_a_topic_with_type_default_and_meaning(site: Path) -> None:
     text = html(site, "configuration")
-    topics = tables.topics()
+    topics = keys_by_topic()
     assert sorted(name for names in topics.values() for name in names) == sorted(catalogue())
     assert all(topics.values()) and len(topics["Everything else"]) < 0.15 * len(catalogue())
     for title, keys in topics.items():

@@ -25,4 +25,4 @@ def test_a_real_run_ends_with_its_benchmark(launch: Callable[..., Launch]) -> No
     saved = json.loads((run.run_dir / "benchmark.json").read_text())
     assert saved["total_sync_time_seconds"] == printed.total_sync_time_seconds and saved["mode"] == "file"
     assert saved["peak_process_memory_gb"] == printed.peak > 0.2
-    assert run.output.splitlines()[-1].startswith("grpo: smoke test on CPU, done")
+    assert run.output.splitlines()[-4].startswith("grpo: status  completed; smoke test on CPU")

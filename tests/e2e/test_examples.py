@@ -98,7 +98,7 @@ def test_a_judge_that_is_a_real_server_grades_and_its_death_leaves_completions_u
     cause = run.summary()["cause"]
     assert "TooManyWithoutVerdict" in cause and "llm_judge' gave no score for 32 of 32" in cause
     assert "APIConnectionError: Connection error." in cause
-    assert "fix: start the server that llm_judge calls, or correct its address" in run.output
+    assert "next    start the server that llm_judge calls, or correct its address" in run.output
     slow = [json.loads(line) for line in (run.run_dir / "slow_rewards.jsonl").read_text().splitlines()]
     assert "no answer from its server (APIConnectionError: Connection error.)" in {row["reason"] for row in slow}
     for path in (path for path in run.run_dir.rglob("*") if path.is_file()):

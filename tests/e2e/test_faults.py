@@ -46,7 +46,8 @@ def test_a_disk_that_fills_up_ends_the_run_and_costs_no_checkpoint(
 
     assert ended_within(run, 30) == 1, run.output
     assert (
-        "No space left on device" in run.output and "grpo: fix: find it with grpo doctor, then free space" in run.output
+        "No space left on device" in run.output
+        and "grpo: next    find it with grpo doctor, then free space" in run.output
     )
     summary = read_json(run.run_dir / "summary.json")
     assert summary["status"] == "failed" and "No space left on device" in summary["cause"]
@@ -70,7 +71,7 @@ def test_memory_that_runs_out_is_told_with_what_to_ask_for(launch: Callable[...,
 
     assert ended_within(run, 30) == 1, run.output
     assert "can't allocate memory" in run.output
-    assert "grpo: fix: request more memory, or lower per_device_train_batch_size" in run.output
+    assert "grpo: next    request more memory, or lower per_device_train_batch_size" in run.output
 
 
 def ended_within(run: Launch, seconds: float) -> int:

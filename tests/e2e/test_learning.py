@@ -38,9 +38,9 @@ def test_a_learning_rate_that_breaks_the_weights_ends_the_run(launch: Callable[.
     summary = run.summary()
     assert summary["status"] == "failed" and "NotFinite: the weights are not finite after step 1" in summary["cause"]
     assert "Fix: lower learning_rate (now 1e+38)" in summary["cause"]
-    last = [line for line in run.output.splitlines() if line.startswith("grpo: ")][-2:]
+    last = [line for line in run.output.splitlines() if line.startswith("grpo: ")][-4:]
     assert "failed with exit code 1: " in last[0] and "NotFinite: the weights are not finite" in last[0]
-    assert last[1].startswith("grpo: fix: start a new run with that change")
+    assert last[3].startswith("grpo: next    start a new run with that change")
     assert list((run.run_dir / "checkpoints").glob("checkpoint-*")) == []
     assert not (run.run_dir / "model").exists()
 

@@ -21,8 +21,8 @@ def block(language: str) -> str:
 
 
 def last_reward(text: str) -> float:
-    """Return the reward of the last steps from the closing line of a launch."""
-    (reward,) = re.findall(r"done: reward \S+ -> (\S+) over 60 steps", text)
+    """Return the reward of the last steps from the closing lines of a launch."""
+    (reward,) = re.findall(r"(?m)^grpo: reward  \S+ -> (\S+), .* of 60 steps$", text)
     return float(reward)
 
 

@@ -32,8 +32,10 @@ def test_training_sh_trains_the_smoke_recipe(launch: Callable[..., Launch]) -> N
     assert_report_shows_the_run(run)
     assert_nothing_secret_was_written(run)
     assert run.processes() == []
-    labels = [line for line in run.output.splitlines() if line.startswith("grpo: smoke test on CPU")]
-    assert len(labels) == 2 and "not an experiment" in labels[0] and run.output.splitlines()[-1] == labels[1]
+    lines = run.output.splitlines()
+    labels = [line for line in lines if "smoke test on CPU, not an experiment" in line]
+    assert len(labels) == 2 and lines[-4] == labels[1]
+    assert [line[6:13] for line in lines[-4:]] == ["status ", "reward ", "model  ", "next   "]
 
 
 def assert_reward_went_up(run: Launch) -> None:

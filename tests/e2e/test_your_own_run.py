@@ -113,7 +113,7 @@ def test_the_page_followed_trains_on_own_data_and_compares_a_sweep(tmp_path: Pat
     parts = {part.partition("\n")[0]: part.partition("\n")[2] for part in output.split("@@ ")[1:]}
     clone = tmp_path / "grpo-recipes"
 
-    assert "grpo: smoke test on CPU, done" in parts["DEVICE=cpu bash training.sh"]
+    assert "grpo: status  completed; smoke test on CPU" in parts["DEVICE=cpu bash training.sh"]
     assert "is valid" in parts["grpo check my.yaml"] and "tokens" in parts["grpo check my.yaml --deep"]
     assert "right_sum" in parts["grpo check-rewards my.yaml"]
     (run,) = clone.glob("runs/mine-*")

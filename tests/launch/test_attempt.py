@@ -217,7 +217,7 @@ def test_a_run_whose_numbers_broke_is_started_anew_and_not_resumed(attempt, caps
     )
     out = capsys.readouterr().out
     assert "failed with exit code 1: rank 0: NotFinite: loss nan in step 6. Fix: lower it" in out
-    assert "grpo: fix: start a new run with that change" in out and "continue with" not in out
+    assert "grpo: next    start a new run with that change" in out and "--resume" not in out
     assert summary_of(current)["cause"].startswith("rank 0: NotFinite")
 
 
@@ -226,7 +226,7 @@ def test_a_run_whose_reward_failed_is_resumed_with_the_edited_file_alone(attempt
     cause = "rank 0: RewardFailed: reward 'own.py:score' raised ValueError: no"
     finish_attempt(current, Ending(1, cause, 0), wants_requeue=False, job=None)
     out = capsys.readouterr().out
-    assert "grpo: fix: fix own.py" in out and "--update-rewards" in out and "continue with" not in out
+    assert "grpo: next    fix own.py" in out and "--update-rewards" in out and out.count("--resume") == 1
 
 
 def test_a_damaged_row_hides_neither_how_the_run_ended_nor_its_exit_code(attempt, capsys):
@@ -238,20 +238,22 @@ def test_a_damaged_row_hides_neither_how_the_run_ended_nor_its_exit_code(attempt
     summary = summary_of(current)
     assert (summary["status"], summary["exit_code"], summary["steps"]) == ("failed", 7, 3)
     out = capsys.readouterr().out
-    window = "means of the first 3 and the last 3, which overlap"
-    assert f"failed with exit code 7: rank 0: ValueError (reward 2.0 -> 2.0 over 3 steps, {window})" in out
-    assert "grpo: fix: " in out
+    ending = [line.removeprefix("grpo: ") for line in out.splitlines()[-4:]]
+    assert ending[0].startswith("status  failed with exit code 7: rank 0: ValueError")
+    assert ending[1] == "reward  2.000, mean of 3 steps"
+    assert ending[2].startswith("model   ") and ending[2].endswith("/checkpoint-5 (newest checkpoint)")
+    assert ending[3].startswith("next    ")
 
 
 @pytest.mark.parametrize(
     ("summary", "text"),
     [
         ({"steps": 0}, "no step was completed"),
-        ({"steps": 2}, "2 steps, none with a reward"),
-        ({"steps": 1, "first": 0.5, "last": 0.5},
-         "reward 0.5 -> 0.5 over 1 step, means of the first 1 and the last 1, which overlap"),
+        ({"steps": 2}, "none in 2 steps"),
+        ({"steps": 1, "first": 0.5, "last": 0.5}, "0.500, mean of 1 step"),
+        ({"steps": 7, "first": 0.4, "last": 0.5}, "0.500, mean of the last 5 of 7 steps"),
         ({"steps": 60, "first": 0.5, "last": 0.9, "initial_eval_reward": 0.4, "final_eval_reward": 0.8},
-         "reward 0.5 -> 0.9 over 60 steps, means of the first 3 and the last 5; evaluated 0.4 -> 0.8"),
+         "0.500 -> 0.900, means of the first 3 and the last 5 of 60 steps; evaluated 0.400 -> 0.800"),
     ],
 )  # fmt: skip
 def test_the_end_of_a_run_is_said_with_the_window_of_its_means(summary, text):

@@ -144,7 +144,7 @@ def test_what_a_server_that_died_said_of_the_machine_is_the_fix(launched, capsys
     if cause != DIED and "another kind" in message:
         fix = "read the reason in its log"
     code, _ = launched(ending=Ending(1, cause), server_log=f"INFO loading\n{message}\n")
-    assert code == 1 and f"grpo: fix: {fix}" in capsys.readouterr().out
+    assert code == 1 and f"grpo: next    {fix}" in capsys.readouterr().out
 
 
 def test_ports_that_rank_0_opens_are_asked_for_on_its_node(launched, monkeypatch):

@@ -111,7 +111,7 @@ def test_the_guides_overwrite_flag_is_accepted_with_a_note(path):
     path.write_text("")
     for value in ("false", "true"):
         (note,) = read_recipe(path, ["--overwrite_output_dir", value]).notes
-        assert note.startswith(f"--overwrite_output_dir: overwrite_output_dir: {value} changes nothing: every launch")
+        assert note.startswith(f"--overwrite_output_dir: {value} changes nothing: every launch")
 
 
 @pytest.mark.parametrize(

@@ -256,4 +256,4 @@ def test_an_end_with_a_damaged_row_says_what_a_resume_needs(whole) -> None:
         return Ending(EXIT_STOPPED, "x")
 
     output = resumed(whole, fake_supervise)
-    assert "continue with: grpo launch --resume copy/run, once the damaged row of metrics.jsonl is corrected" in output
+    assert "next    grpo launch --resume copy/run, once the damaged row of metrics.jsonl is corrected" in output

@@ -87,7 +87,7 @@ def test_pip_installs_what_trains_and_the_extra_brings_the_server(clone: Clone, 
         assert fix in clone.run(python, *OFFLINE, status=2) and fix in clone.run(python, "smoke_test.py", status=1)
         clone.run(python, "-m", "pip", "uninstall", "--yes", *BESIDE)
     clone.trains(python)
-    assert "grpo: smoke test on CPU, done" in clone.run(python, *OFFLINE, "generation.max_new_tokens=8")
+    assert "grpo: status  completed; smoke test on CPU" in clone.run(python, *OFFLINE, "generation.max_new_tokens=8")
 
 
 def test_uv_installs_what_trains(clone: Clone, torch_index: Path, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_uv_installs_what_trains(clone: Clone, torch_index: Path, tmp_path: Path
     clone.run(str(tmp_path / "uv/bin/uv"), "sync", "--extra", "cpu", **variables)
     python = str(clone.root / ".venv/bin/python")
     clone.trains(python)
-    assert "grpo: smoke test on CPU, done" in clone.run(python, *OFFLINE, "generation.max_new_tokens=8")
+    assert "grpo: status  completed; smoke test on CPU" in clone.run(python, *OFFLINE, "generation.max_new_tokens=8")
     for name in BESIDE:
         clone.run(python, "-c", f"import {name}", status=1)
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from grpo_recipes.errors import Problem
+from grpo_recipes.process.reports import align_columns
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,6 +82,30 @@ def print_labelled(lines: Sequence[str], label_width: int) -> None:
         for number, part in enumerate(parts):
             part.rstrip()
             console.print(Text.assemble(" " * start if number else columns, part), soft_wrap=True)
+
+
+def print_table(rows: Sequence[Sequence[str]], title: str = "", space: bool = False) -> None:
+    """Print rows of name, value and text in aligned columns below a title; with ``space``, after an empty line.
+
+    In a terminal, the text continues in its column, the name is bold and the value is green.
+    """
+    if space:
+        print()
+    if not is_terminal(sys.stdout):
+        print(*([title] if title else []), *(f"  {line}" for line in align_columns(rows)), sep="\n")
+        return
+    from rich.table import Table
+
+    console = make_console(sys.stdout)
+    if title:
+        console.print(title, style="bold underline")
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for style in ("bold", "green"):
+        table.add_column(style=style, no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value, text in rows:
+        table.add_row(f"  {name}", value, text)
+    console.print(table)
 
 
 def make_console(stream: TextIO) -> Console:

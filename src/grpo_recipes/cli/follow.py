@@ -31,10 +31,10 @@ from grpo_recipes.runs import rundir
 from grpo_recipes.runs.groups import COMPLETED, GONE, RunGroup, find_group, group_kinds, list_groups
 from grpo_recipes.runs.health import (
     average_first_and_last,
-    describe_means,
     drop_missing,
     find_notices,
     finite_number,
+    format_rewards,
 )
 from grpo_recipes.runs.progress import (
     find_current_activity,
@@ -178,7 +178,8 @@ def _describe_reward(run: Run) -> str:
     """Return the mean reward of a run's first and last steps as text."""
     rewards = drop_missing(finite_number(row.get("reward")) for row in run.rows)
     initial, current = average_first_and_last(rewards)
-    return f"{initial:.3f} at the start, {current:.3f} now ({describe_means(len(rewards))})"
+    assert initial is not None and current is not None  # the caller has seen a reward
+    return format_rewards(initial, current, len(rewards))
 
 
 _COLUMNS = ("state", "job", "step", "reward", "left")

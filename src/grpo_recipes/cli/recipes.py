@@ -1,4 +1,4 @@
-"""The commands for writing a recipe: `grpo new`, `keys`, `check`, `check-rewards` and `plan`.
+"""The commands for writing a recipe: `grpo new`, `check`, `check-rewards` and `plan`.
 
 Modules that import torch or datasets are imported inside the commands that need them, so that the others start fast.
 """
@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -33,20 +32,11 @@ from grpo_recipes.process.reports import align_columns
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import choose_recipe, notes, reward_notes
 from grpo_recipes.recipe.check_data import evaluation_note
-from grpo_recipes.recipe.converters import ALIASES, TranslatedRecipe, is_foreign, meaning_of, names, nearest
+from grpo_recipes.recipe.converters import TranslatedRecipe, is_foreign
 from grpo_recipes.recipe.document import read_file
 from grpo_recipes.recipe.extensions import parts
-from grpo_recipes.recipe.keys import (
-    OWNED_KEYS,
-    catalogue,
-    nested_catalogue,
-    schema_line,
-    schema_note,
-    search_words,
-    variables,
-)
+from grpo_recipes.recipe.keys import schema_line, schema_note
 from grpo_recipes.recipe.model_kind import kind_note
-from grpo_recipes.recipe.registry import benchmarks
 from grpo_recipes.recipe.rendering import prompt_notes
 from grpo_recipes.recipe.sources import source_of
 from grpo_recipes.recipe.tasks import GRPO
@@ -116,77 +106,6 @@ def _translate_recipe(source: Path, target: Path) -> TranslatedRecipe | None:
 def start_text(device: str) -> str:
     """Return the recipe that `grpo new` writes for a device; it trains without changes."""
     return "\n".join((_START / f"{name}.yaml").read_text(encoding="utf-8") for name in (device, "options"))
-
-
-@command(
-    "Search the keys of a recipe",
-    option("word", nargs="?", help="Part of a name or of its description (default: list all)"),
-    switch("--json", help="Print JSON"),
-    exclusive=(
-        switch("--env", help="Search the environment variables instead"),
-        switch("--benchmarks", help="Search the benchmarks instead"),
-    ),
-)
-def keys(options: argparse.Namespace) -> int:
-    """Print the keys, variables or benchmarks with the word in their name or description.
-
-    Names of other tools and rejected keys are printed too, with their replacements. Raise ConfigError if nothing
-    matches, or if the word is a setting of another tool that no recipe key replaces.
-    """
-    word = (options.word or "").lower()
-    table = "--env" if options.env else "--benchmarks" if options.benchmarks else ""
-    entries: dict[str, dict[str, Any]]
-    if table:
-        texts = variables() if options.env else {name: benchmark.help for name, benchmark in benchmarks().items()}
-        entries = {name: {"help": text} for name, text in texts.items()}
-    else:
-        nested = {f"{path}.{name}": entry for path, part in nested_catalogue().items() for name, entry in part.items()}
-        entries = {**catalogue(), **nested}
-    meaning = meaning_of(word) if word and not table and word not in catalogue() else None
-    topic_keys = [] if table else [key for key, words in search_words().items() if word in words.split()]
-    if meaning and not meaning.sets and not topic_keys:
-        raise config_error(f"'{options.word}'", "is not a key of a recipe", meaning.fix)
-    exact = {*topic_keys, *meaning.sets} if meaning else {word, *topic_keys}
-    word_start = re.compile(rf"(?<![a-z0-9]){re.escape(word)}")  # "ema" does not match "schema"
-
-    def sort_key(name: str) -> tuple[bool, bool, str]:
-        return name.lower() not in exact, not word_start.search(name.lower().replace("_", " ")), name
-
-    def mentions_word(name: str) -> bool:
-        text = f"{name} {entries[name]['help']}".lower()
-        return bool(word_start.search(text) or word_start.search(text.replace("_", " ")))
-
-    matches = {name: entries[name] for name in sorted(entries, key=sort_key) if name in exact or mentions_word(name)}
-    if word and not table:
-        rejected = {name: row.fix_for(None) for name, row in names().items() if name != word} | OWNED_KEYS
-        matches |= {
-            name: {"help": rejected[name], "refused": True}
-            for name in sorted(rejected)
-            if word_start.search(name.replace("_", " "))
-        }
-    if not matches:
-        suggestion = None if table else nearest(options.word)
-        fix = f"try {suggestion}" if suggestion else f"see grpo keys {table}".rstrip()
-        problem = f"nothing in grpo keys {table} matches" if table else "no key matches"
-        raise config_error(f"'{options.word}'", problem, fix)
-    note = ""
-    if word in ALIASES:
-        note = f"grpo: '{word}' is an alias of {ALIASES[word]}\n"
-    elif meaning and (meaning.sets or topic_keys):
-        note = f"grpo: for '{word}' {meaning.fix_for(None)}\n"
-    print(json.dumps(matches, indent=1) if options.json else note + "\n".join(_key_lines(matches)))
-    return 0
-
-
-def _key_lines(entries: dict[str, dict[str, Any]]) -> Iterator[str]:
-    for name, entry in entries.items():
-        facts = ["not supported"] if "refused" in entry else []
-        if "type" in entry:
-            limits = [f"{sign} {entry[limit]:g}" for sign, limit in ((">=", "min"), ("<=", "max")) if limit in entry]
-            kind = " | ".join(entry["choices"]) if entry.get("choices") else entry["type"]
-            facts = [" ".join([kind, *limits]), f"default {json.dumps(entry['default'])}", entry["config"]]
-        yield f"{name}  ({', '.join(facts)})" if facts else name
-        yield from textwrap.wrap(entry["help"], 110, initial_indent="    ", subsequent_indent="    ")
 
 
 @command(

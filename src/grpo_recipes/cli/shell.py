@@ -4,17 +4,26 @@ import argparse
 import itertools
 
 from grpo_recipes.cli import Command, command, commands, load_command, option
+from grpo_recipes.launch.submission import PROFILES
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.recipe.document import UNSET
-from grpo_recipes.recipe.keys import catalogue
+from grpo_recipes.recipe.keys import catalogue, run_root
 from grpo_recipes.recipe.rules import unsupported_keys
 
 # zsh runs the script in its emulation of bash. If the script offers no words, both shells complete file names.
 _SCRIPT = """# {shell}: source <(grpo completion {shell})
-{setup}_grpo() {{
+{setup}_grpo_runs() {{
+    local file
+    command find "${{RUN_ROOT:-{run_root}}}" -mindepth 2 -maxdepth 2 -name run.json 2>/dev/null | while read -r file; do
+        file=${{file%/run.json}}
+        echo "${{file##*/}}"
+    done
+}}
+_grpo() {{
     local IFS=$' \\n' command=${{COMP_WORDS[1]}} word=${{COMP_WORDS[COMP_CWORD]}} words='' files=''
     local before=${{COMP_WORDS[COMP_CWORD-1]}} keys='{keys}'
-    if [[ $before == '=' ]]; then before=${{COMP_WORDS[COMP_CWORD-2]}}; fi
-    if [[ $word == '=' ]]; then before=${{COMP_WORDS[COMP_CWORD-1]}} word=''; fi
+    if [[ $before == '=' ]]; then before=--${{COMP_WORDS[COMP_CWORD-2]#--}}; fi
+    if [[ $word == '=' ]]; then before=--${{COMP_WORDS[COMP_CWORD-1]#--}} word=''; fi
     if [[ $COMP_CWORD == 1 ]]; then
         words='{commands} --help --version'
     elif [[ $word == -* ]]; then
@@ -25,14 +34,18 @@ _SCRIPT = """# {shell}: source <(grpo completion {shell})
     else
         case $before in
         --config | --from) files=yaml ;;
-        --resume | --run) words=last ;;
+        --resume | --run) words="last $(_grpo_runs)" ;;
+        --profile) words='{profiles}' files=yaml ;;
 {values}
         {switches} | [!-]*) case $command in
 {bare}
-        esac ;;
+        esac
+            # After its recipe, a sweep has words such as learning_rate=1e-6,1e-5.
+            if [[ $command == sweep && $COMP_CWORD -gt 2 ]]; then for key in $keys; do words+=" $key="; done; fi ;;
         esac
     fi
     COMPREPLY=($(compgen -W "$words" -- "$word"))
+    if [[ ${{COMPREPLY[*]}} == *= ]]; then compopt -o nospace 2>/dev/null; fi
     IFS=$'\\n'
     if [[ -n $files ]]; then COMPREPLY+=($(compgen -f -X '!*.yaml' -- "$word") $(compgen -d -- "$word")); fi
 }}
@@ -48,7 +61,7 @@ def completion(options: argparse.Namespace) -> int:
     loaded = {name: load_command(name) for name in commands()}
     recipes = [name for name, item in loaded.items() if item.takes_recipe]
     bare = {"|".join(recipes): "files=yaml", "keys": "words=$keys", "completion": f"words='{' '.join(_SETUP)}'"}
-    bare["status|logs|watch|stop|report|chat"] = "words=last"
+    bare["status|logs|watch|stop|report|chat"] = 'words="last $(_grpo_runs)"'
     print(
         _SCRIPT.format(
             shell=options.shell,
@@ -58,6 +71,8 @@ def completion(options: argparse.Namespace) -> int:
             options=_cases({name: f"words='{' '.join(item.flags())} --help'" for name, item in loaded.items()}),
             with_keys="|".join(recipes),
             values=_cases({name: f"words='{' '.join(words)}'" for name, words in _choices(loaded).items()}),
+            run_root=run_root({}),
+            profiles=" ".join(sorted(path.stem for path in (find_code_root() / PROFILES).glob("*.yaml"))),
             switches="|".join(_switches(loaded)),
             bare=_cases(bare),
         ),

@@ -10,6 +10,7 @@ from grpo_recipes.console.publish.publisher import publish_model
 from grpo_recipes.console.publish.push import Target, check_push_target
 from grpo_recipes.console.report.pages import try_write_report
 from grpo_recipes.launch.hooks import RunHooks
+from grpo_recipes.paths import shell_path
 from grpo_recipes.recipe import Recipe
 
 
@@ -37,5 +38,9 @@ class ConsoleHooks(RunHooks):
         return [try_write_report(run_dir)]
 
     def on_model(self, run_dir: Path) -> str:
-        """Write the model card and push the model; return the result of the push for the launcher's last line."""
+        """Write the model card and push the model; return the result of the push for the launcher's output."""
         return publish_model(self._target, run_dir, self._environment)
+
+    def next_command(self, run_dir: Path) -> str:
+        """Return the command that talks to the model of a completed run."""
+        return f"grpo chat {shell_path(run_dir)}"

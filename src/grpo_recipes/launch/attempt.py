@@ -34,7 +34,7 @@ from grpo_recipes.runs import rundir
 from grpo_recipes.runs.benchmark import write_benchmark
 from grpo_recipes.runs.checkpoints import find_newest_complete, parse_step, recording_changes
 from grpo_recipes.runs.endings import advice
-from grpo_recipes.runs.health import describe_means, find_notices
+from grpo_recipes.runs.health import find_notices, format_rewards
 from grpo_recipes.runs.progress import format_unusual_totals
 from grpo_recipes.runs.rundir import NO_REQUEUE, Run, load_json_mapping, read_json, write_json
 from grpo_recipes.slurm.client import SlurmJob, requeue_job
@@ -278,26 +278,44 @@ def finish_attempt(
     _print_results(attempt, summary["benchmarks"], is_over=not outcome.job)
     if benchmark and not outcome.job:
         print_line("\n".join(write_benchmark(Run(folder))))
-    rewards, smoke = describe_rewards(summary), "smoke test on CPU, " if attempt.plan.smoke else ""
-    if outcome.code == 0:
-        say(f"{smoke}done: {rewards}; model in {display_path(folder / 'model')}{attempt.hooks.on_model(folder)}")
-        return outcome
-    say(f"{smoke}{outcome.final_status} with exit code {outcome.code}: {cause} ({rewards})")
-    fix = ""
-    if outcome.status == "failed":
-        fix = advice(Run(folder), cause)
-        say(f"fix: {fix}")
+    fix = advice(Run(folder), cause) if outcome.status == "failed" else ""
+    if outcome.refusal:
+        say(f"not requeued: {outcome.refusal}")
+    _print_ending(attempt, outcome, summary, fix)
     if outcome.job:
         if refusal := requeue_job(outcome.job):
             outcome = replace(outcome, job=None, refusal=refusal)
             rundir.finish_summary(folder, status=outcome.final_status)
+            command = format_resume_command(folder, cause)
+            say(f"not requeued: {refusal}{f'; continue with: {command}' if command else ''}")
         _run_end_hooks(attempt)
-    if outcome.refusal:
-        say(f"not requeued: {outcome.refusal}")
-    command = format_resume_command(folder, cause)
-    if command and not outcome.job and "--resume" not in fix:
-        say(f"continue with: {command}{rundir.describe_damaged_rows(folder)}")
     return outcome
+
+
+def _print_ending(attempt: Attempt, outcome: Outcome, summary: Mapping[str, Any], fix: str) -> None:
+    """Print four lines: status and cause, rewards, model, and the command that comes next.
+
+    ``fix`` is the advice on a failed run. A resume command follows it, unless the advice contains one.
+    """
+    folder, cause = attempt.run.folder, summary["cause"] or ""
+    status = outcome.final_status
+    if outcome.code:
+        status += f" with exit code {outcome.code}: {cause}"
+        checkpoint = find_newest_complete(folder / "checkpoints")
+        model = f"{display_path(checkpoint)} (newest checkpoint)" if checkpoint else "no complete checkpoint"
+        command = format_resume_command(folder, cause)
+        if command and "--resume" not in fix:
+            fix = f"{fix + '; then ' if fix else ''}{command}{rundir.describe_damaged_rows(folder)}"
+        next_step = "nothing, Slurm starts the job again" if outcome.job else fix or "launch the recipe again"
+    else:
+        model = f"{display_path(folder / 'model')}{attempt.hooks.on_model(folder)}"
+        next_step = attempt.hooks.next_command(folder)
+    if attempt.plan.smoke:
+        status += "; smoke test on CPU, not an experiment"
+    lines = {"status": status, "reward": describe_rewards(summary), "model": model, "next": next_step}
+    for label, text in lines.items():
+        if text:
+            say(f"{label:<7} {text}")
 
 
 def format_resume_command(folder: Path, cause: str) -> str:
@@ -332,17 +350,16 @@ def _print_results(attempt: Attempt, benchmarks: Mapping[str, Any], is_over: boo
 
 
 def describe_rewards(summary: Mapping[str, Any]) -> str:
-    """Describe the first and last mean reward of a run's summary, and the steps that each mean covers.
+    """Describe the rewards of a run's first and last steps, and of its first and last evaluation if it has any.
 
-    Rewards of evaluations are added if the summary has them. Without a reward, the text is ``3 steps, none with a
-    reward`` or ``no step was completed``.
+    Without a reward, the text is ``none in 3 steps`` or ``no step was completed``.
     """
     steps, first, last = summary["steps"], summary["initial_reward"], summary["final_reward"]
-    text = f"{plural(steps, 'step')}, none with a reward" if steps else "no step was completed"
+    text = f"none in {plural(steps, 'step')}" if steps else "no step was completed"
     if first is not None:
-        text = f"reward {first} -> {last} over {plural(steps, 'step')}, {describe_means(steps)}"
+        text = format_rewards(first, last, steps)
     if "initial_eval_reward" in summary:
-        text += f"; evaluated {summary['initial_eval_reward']} -> {summary['final_eval_reward']}"
+        text += f"; evaluated {summary['initial_eval_reward']:.3f} -> {summary['final_eval_reward']:.3f}"
     return text
 
 

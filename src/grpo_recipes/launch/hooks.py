@@ -32,7 +32,11 @@ class RunHooks:
         return []
 
     def on_model(self, run_dir: Path) -> str:
-        """Handle the model of a completed run in ``model/``; return the end of the launcher's last line."""
+        """Handle the model of a completed run in ``model/``; return the end of the launcher's line on the model."""
+        return ""
+
+    def next_command(self, run_dir: Path) -> str:
+        """Return a command that the user may run after a completed run."""
         return ""
 
 
@@ -88,6 +92,10 @@ class AllHooks(RunHooks):
             except Exception as error:
                 texts.append(f"; {_describe_failure(hook, error)}")
         return "".join(texts)
+
+    def next_command(self, run_dir: Path) -> str:
+        """Return the first command that a hook suggests, or an empty text."""
+        return next(filter(None, (hook.next_command(run_dir) for hook in self._hooks)), "")
 
 
 def _describe_failure(hook: RunHooks, error: Exception) -> str:

@@ -11,8 +11,11 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.paths import CODE_VARIABLE, display_path, find_code_root
@@ -20,6 +23,7 @@ from grpo_recipes.recipe.extensions import extensions, load, merged
 from grpo_recipes.recipe.fields import entries_of
 
 CATALOGUE_FILE = Path(__file__).with_name("keys.json")
+TOPICS_FILE = Path(__file__).with_name("topics.yaml")
 _SCHEMA_LINE = re.compile(r"^# yaml-language-server: \$schema=(\S+)", re.MULTILINE)
 
 
@@ -136,6 +140,19 @@ def _generated() -> dict[str, Any]:
 def catalogue() -> dict[str, dict[str, Any]]:
     """Return every recipe key, including the keys of extensions: name -> type, default, help and limits."""
     return dict(sorted({**_generated()["keys"], **extension_entries()}.items()))
+
+
+def keys_by_topic() -> dict[str, list[str]]:
+    """Return the keys of each topic in the order of ``topics.yaml``; the last topic contains all other keys."""
+    topics: dict[str, str] = yaml.safe_load(TOPICS_FILE.read_text(encoding="utf-8"))
+    keys: dict[str, list[str]] = {title: [] for title in topics}
+    remaining = list(catalogue())
+    for title, patterns in topics.items():
+        for pattern in patterns.split():
+            matches = [name for name in remaining if fnmatch(name, pattern)]
+            keys[title] += matches
+            remaining = [name for name in remaining if name not in matches]
+    return keys
 
 
 @functools.cache

@@ -170,13 +170,17 @@ def average_first_and_last(rewards: Sequence[float]) -> tuple[float | None, floa
     return mean(rewards[:FIRST_STEPS]), mean(rewards[-LAST_STEPS:])
 
 
-def describe_means(steps: int) -> str:
-    """Return the steps that ``average_first_and_last`` averages, as text: "means of the first 3 and the last 5".
+def format_rewards(first: float, last: float, steps: int) -> str:
+    """Format the result of ``average_first_and_last`` for a run of ``steps`` steps.
 
-    The text adds that they overlap if the run has fewer than 8 ``steps``.
+    For example "0.497 -> 0.948, means of the first 3 and the last 5 of 60 steps". With fewer than 8 steps both means
+    contain the same steps, so only the last is shown: "0.539, mean of 2 steps".
     """
-    text = f"means of the first {min(steps, FIRST_STEPS)} and the last {min(steps, LAST_STEPS)}"
-    return text + (", which overlap" if steps < FIRST_STEPS + LAST_STEPS else "")
+    if steps >= FIRST_STEPS + LAST_STEPS:
+        window = f"means of the first {FIRST_STEPS} and the last {LAST_STEPS} of {steps:,} steps"
+        return f"{first:.3f} -> {last:.3f}, {window}"
+    averaged = f"the last {LAST_STEPS} of {steps}" if steps > LAST_STEPS else str(steps)
+    return f"{last:.3f}, mean of {averaged} step{'s' * (steps != 1)}"
 
 
 def percent(share: float) -> str:

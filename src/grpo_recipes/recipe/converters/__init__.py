@@ -159,7 +159,8 @@ def recipe_keys(layer: Iterable[tuple[str, Value]], problems: list[Problem], not
         key = ALIASES.get(name, name)
         known = key in catalogue() and key != "logging_steps"
         if not known and (reason := harmless(name, raw.value)):
-            notes.append(f"{raw.source}: {name}{short(raw.value)} changes nothing: {reason}")
+            setting = f"{raw.source}: {name}" if raw.source.lstrip("-") != name else raw.source
+            notes.append(f"{setting}{short(raw.value)} changes nothing: {reason}")
         elif problem := key_problem(key, raw.source, raw.value, suggest=unknown < _MOST_SUGGESTIONS):
             problems.append(problem)
             unknown += problem.what.startswith("unknown")
