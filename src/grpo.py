@@ -9,7 +9,7 @@ import os
 import signal
 
 from grpo_recipes.process.reports import run_folder
-from grpo_recipes.process.startup import HIDDEN_PACKAGES, exit_at_once, hidden_packages
+from grpo_recipes.process.startup import HIDDEN_PACKAGES, exit_at_once, fast_imports
 from grpo_recipes.process.tree import die_with_parent
 
 # Before the slow imports: a process without its launcher must end, and must not take SIGTERM as a request to save.
@@ -17,7 +17,7 @@ run_folder()
 die_with_parent(os.getppid(), signal.SIGKILL)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)  # accelerate ignores it
 
-with hidden_packages(*os.environ.get(HIDDEN_PACKAGES, "").split()):
+with fast_imports(*os.environ.get(HIDDEN_PACKAGES, "").split()):
     from grpo_recipes.trainers.entry import train
     from grpo_recipes.trainers.grpo import GRPOTrainer
 

@@ -41,7 +41,8 @@ def find_pid(run: Launch, victim: str) -> int:
 def test_kill_9_ends_the_run_and_names_the_victim(
     launch: Callable[..., Launch], victim: str, message: str, code: int
 ) -> None:
-    run = launch(*ENDLESS)
+    # A single rank runs in the process of accelerate.
+    run = launch(*ENDLESS, *(("--num_processes", "2") if victim == "accelerate" else ()))
     run.wait_for_step(2)
     pid = find_pid(run, victim)
 

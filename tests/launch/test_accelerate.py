@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import datetime
+import json
+import os
 import socket
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from grpo_recipes.launch import accelerate
+from grpo_recipes.paths import module_command
+
+SCRIPT = """
+import json, os, sys
+main = sys.modules["__main__"]
+print(json.dumps([os.getpid(), dict(os.environ), sys.argv, sys.path[0], __name__, main.__file__]))
+sys.exit(7)
+"""
 
 
 def test_the_rendezvous_listens_at_its_own_address_alone(monkeypatch) -> None:
@@ -36,3 +48,23 @@ def test_the_rendezvous_listens_at_its_own_address_alone(monkeypatch) -> None:
     ]
     assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
     assert values == [b"value"] and torchs.TCPStore is plain
+
+
+def test_a_single_process_runs_the_script_as_accelerate_would_in_another_process(tmp_path: Path) -> None:
+    """With another OMP_NUM_THREADS, which torch has read by then, accelerate itself starts the script."""
+    script = tmp_path / "entry.py"
+    script.write_text(SCRIPT)
+    flags = ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    flags += ["--num_cpu_threads_per_process", "2"]
+    argv = module_command("grpo_recipes.launch.accelerate", *flags, str(script), "--max_steps", "1")
+    facts, processes = [], []
+    for threads in ("2", "1"):
+        variables = {**os.environ, "OMP_NUM_THREADS": threads}
+        with subprocess.Popen(argv, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launch:
+            output, errors = launch.communicate(timeout=120)
+        pid, *rest = json.loads(output.splitlines()[-1])
+        facts.append(rest)
+        processes.append((pid == launch.pid, launch.returncode))
+    assert processes == [(True, 7), (False, 1)], errors
+    assert facts[0] == facts[1]
+    assert facts[0][0]["OMP_NUM_THREADS"] == "2" and facts[0][1] == [str(script), "--max_steps", "1"]

@@ -117,6 +117,13 @@ def test_a_rank_that_was_killed_is_named_with_its_signal(start):
     assert ending.cause == f"rank 1 (pid {pid}) was killed by signal 9"
 
 
+def test_a_single_rank_runs_in_the_process_of_accelerate_and_is_named_if_it_is_killed(start):
+    trainer = start("trainer", "record(0)\ntime.sleep(0.3)\nos.kill(os.getpid(), 9)")
+    ending = ending_of(start, trainer)
+    assert (ending.code, ending.failed_rank) == (137, 0)
+    assert ending.cause == f"rank 0 (pid {trainer.state().pid}) was killed by signal 9"
+
+
 def test_several_ranks_that_are_gone_are_waited_for_together(start, monkeypatch):
     monkeypatch.setattr(processes, "_PRINTED_SECONDS", 1.0)
     trainer = start(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import subprocess
 import sys
 
 import pytest
 
-from grpo_recipes.process.startup import hidden_packages
+from grpo_recipes.process.startup import fast_imports, hidden_packages
 
 EXITING = """
 import atexit, sys, threading
@@ -39,6 +40,19 @@ def test_a_hidden_package_looks_as_if_it_were_not_installed() -> None:
     assert wave.open
     with hidden_packages("wave"):  # already imported
         assert importlib.util.find_spec("wave") is not None
+
+
+def test_objects_of_the_imports_are_exempt_from_garbage_collection() -> None:
+    sys.modules.pop("wave", None)
+    frozen = gc.get_freeze_count()
+    with fast_imports("wave"):
+        assert not gc.isenabled() and importlib.util.find_spec("wave") is None
+        permanent = [[]]  # type: ignore[var-annotated]
+    try:
+        assert gc.isenabled() and gc.get_freeze_count() > frozen
+        assert not any(thing is permanent for thing in gc.get_objects())
+    finally:
+        gc.unfreeze()
 
 
 def test_exit_at_once_writes_what_was_printed_and_searches_no_garbage() -> None:

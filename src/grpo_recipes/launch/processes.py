@@ -207,8 +207,12 @@ class Child(StartedProcess):
         records = read_rank_records(self._run_dir, self.process.node)
         gone = {record["pid"] for record in records if "exit" not in record and not tree.is_alive(record["pid"])}
         ended = gone or any(record.get("exit") == EXIT_STOPPED for record in records)
-        orphaned = bool(ended) and (self._exit_code_within(0.3) or 0) < 0
+        command = rundir.read_json(self._record).get("pid")
+        single = {command} & {record["pid"] for record in records}  # one rank runs in accelerate's process
+        orphaned = bool(ended) and not single and (self._exit_code_within(0.3) or 0) < 0
         deadline = time.monotonic() + _PRINTED_SECONDS  # for all ranks together
+        for pid in gone & single - self._rank_codes.keys():
+            self._rank_codes[pid] = self._exit_code_within(2)
         for pid in gone - self._rank_codes.keys():
             self._rank_codes[pid] = None if orphaned else self._find_printed_code(pid, deadline)
         return [

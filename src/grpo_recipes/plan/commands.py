@@ -416,9 +416,10 @@ def _trainer_environment(recipe: Recipe, plan: Plan, environment: Mapping[str, s
         variables |= vllm_environment(plan.device, environment) | _plugin_variables(environment)
         if recipe["torch_compile"]:
             variables.pop("TORCHDYNAMO_DISABLE", None)  # it would also disable compilation of the training
-    elif plan.bridge != "nccl":
-        variables[HIDDEN_PACKAGES] = "vllm"
-    return variables
+    hidden = [] if plan.mode == "colocate" or plan.bridge == "nccl" else ["vllm"]
+    if not {"wandb", "all"} & set(recipe["report_to"] or []) and not recipe["callbacks"]:
+        hidden.append("wandb")  # TRL imports it in every run; your callbacks may use it
+    return variables | ({HIDDEN_PACKAGES: " ".join(hidden)} if hidden else {})
 
 
 def _plan_trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names, machine: int) -> Process:
@@ -429,6 +430,7 @@ def _plan_trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], na
     """
     placed, machines = plan.placement[machine], len(plan.placement)
     variables = {"CUDA_VISIBLE_DEVICES": ",".join(placed.gpus), "GRPO_NODE": str(placed.node)}
+    variables["OMP_NUM_THREADS"] = str(plan.threads)  # as accelerate sets it, but before torch is imported
     variables |= _trainer_environment(recipe, plan, environment)
     flags = {
         "--config_file": plan.accelerate_file,

@@ -1,14 +1,15 @@
-"""Start and end a trainer faster: hide packages from TRL, and skip the garbage collection of Python's exit.
+"""Start and end a trainer faster: hide packages from TRL, and keep libraries out of Python's garbage collections.
 
-    with hidden_packages("vllm"):
+    with fast_imports("vllm"):
         import trl
     ...
     exit_at_once()
 
-TRL imports vLLM wherever it is installed, which takes a third of a trainer's start-up time.
+TRL imports vLLM and W&B wherever they are installed. Importing vLLM takes a third of a trainer's start-up time.
 """
 
 import atexit
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,22 @@ def hidden_packages(*names: str) -> Iterator[None]:
     finally:
         for name in hidden:
             del modules[name]
+
+
+@contextmanager
+def fast_imports(*hidden: str) -> Iterator[None]:
+    """Hide packages in the block like ``hidden_packages``, and exempt all objects of the block from garbage collection.
+
+    Classes and functions of libraries are never garbage. In the block, collections would only search them. After it,
+    each collection would search them again, and accelerate collects several times in each start of a training.
+    """
+    gc.disable()
+    try:
+        with hidden_packages(*hidden):
+            yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def exit_at_once() -> NoReturn:
