@@ -29,8 +29,8 @@ _FRAMES = re.compile(
 _CLEAR_LINE = "\r\x1b[K"  # removes the live line
 _COLORS = (  # pattern in a line -> code of the terminal: 1 bold, 2 dim, 31 red, 32 green, 33 yellow, 36 cyan
     (r"^(step|eval\S*) .*?\d+/\d+", 1), (r"(?<=  reward )[-\d.]+", 36), (r"^grpo: note:", 33),
-    (r"(unscored|unfinished|cut off|clipped) \d+%", 33), (r"^grpo: fix:", 1), (r"^grpo:.* failed with exit .*", 31),
-    (r"^grpo:.* done:", 32), (r"^  [>|] .*", 2),
+    (r"(unscored|unfinished|cut off|clipped) \d+%", 33), (r"^grpo: next .*", 1), (r"^grpo:.* failed with exit .*", 31),
+    (r"^grpo: status  completed", 32), (r"^  [>|] .*", 2),
 )  # fmt: skip
 
 
