@@ -417,8 +417,6 @@ def _trainer_environment(recipe: Recipe, plan: Plan, environment: Mapping[str, s
         if recipe["torch_compile"]:
             variables.pop("TORCHDYNAMO_DISABLE", None)  # it would also disable compilation of the training
     hidden = [] if plan.mode == "colocate" or plan.bridge == "nccl" else ["vllm"]
-    if not {"wandb", "all"} & set(recipe["report_to"] or []) and not recipe["callbacks"]:
-        hidden.append("wandb")  # TRL imports it in every run; your callbacks may use it
     return variables | ({HIDDEN_PACKAGES: " ".join(hidden)} if hidden else {})
 
 

@@ -5,7 +5,7 @@
     ...
     exit_at_once()
 
-TRL imports vLLM and W&B wherever they are installed. Importing vLLM takes a third of a trainer's start-up time.
+TRL imports vLLM wherever it is installed, which takes a third of a trainer's start-up time.
 """
 
 import atexit
