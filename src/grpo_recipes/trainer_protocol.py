@@ -37,6 +37,9 @@ class Phases(Protocol):
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Count the time inside as ``sample``, ``score``, ``sync``, ``save`` or ``evaluate``."""
 
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """Add the time inside to this rank's trace."""
+
 
 class Preemption(Protocol):
     """Stops all ranks at the same place when a stop is requested."""

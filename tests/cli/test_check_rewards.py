@@ -169,7 +169,7 @@ def test_no_number_and_no_difference_are_refused(check):
 
 
 def test_a_reward_that_sleeps_is_given_up_after_five_time_outs(check, tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_recipes.rewards.pool._FIRST_CALL_SECONDS", 0.1)
+    monkeypatch.setattr("grpo_recipes.rewards.pace._FIRST_CALL_SECONDS", 0.1)
     monkeypatch.setattr("grpo_recipes.rewards.probe._QUIET_SECONDS", 0.5)
     (tmp_path / "slow.py").write_text("import time\ndef judge(completions):\n    time.sleep(1000)\n")
     code, _, problems = check(["slow.py:judge"], reward_timeout=0.2, reward_workers=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from console.report.synthetic_runs import make_run
 from grpo_recipes.cli import main
+from grpo_recipes.runs.trace import Trace
 
 
 def test_one_run_gets_its_page_in_the_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,6 +19,21 @@ def test_one_run_gets_its_page_in_the_run_directory(tmp_path: Path, capsys: pyte
     assert main(["report", str(folder)]) == 0
     assert capsys.readouterr().out == f"grpo: {folder}/report.html\n"
     assert "math-20261120-101500" in (folder / "report.html").read_text()
+
+
+def test_one_run_gets_its_trace_and_a_link_to_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(tmp_path, steps=3)
+    Trace("rank_0", folder).add("step", 0.0, 1.0, step=1)
+    assert main(["report", str(folder)]) == 0
+    assert [event["name"] for event in json.loads((folder / "trace.json").read_text()) if event["ph"] == "X"] == [
+        "step"
+    ]
+    assert '<a href="trace.json" download>' in (folder / "report.html").read_text()
+    (folder / "trace.json").unlink()
+    (folder / "trace.json").mkdir()
+    capsys.readouterr()
+    assert main(["report", str(folder)]) == 0
+    assert "trace.json can't be written" in capsys.readouterr().out
 
 
 def test_a_run_that_still_runs_is_reported_anew(tmp_path: Path) -> None:

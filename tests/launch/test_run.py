@@ -18,7 +18,8 @@ from rotation import ROTATES
 from grpo_recipes.launch import run as launch_run
 from grpo_recipes.launch.monitor import StopSignals
 from grpo_recipes.launch.processes import Child, Ending, Group, wait_for_ending
-from grpo_recipes.launch.run import Restarts, supervise
+from grpo_recipes.launch.restarts import Restarts
+from grpo_recipes.launch.run import supervise
 from grpo_recipes.plan.types import OnLoss, Process
 from grpo_recipes.process.tree import is_alive
 from grpo_recipes.runs.checkpoints import list_complete_checkpoints

@@ -13,10 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
+from trace_spans import assert_nested, read_tracks
 
 from grpo_recipes.process.tree import descendants, is_alive
 from grpo_recipes.rewards.pool import RewardPool, count_default_workers
 from grpo_recipes.rewards.score import NOT_CALLED, RewardFailed, Score
+from grpo_recipes.runs.trace import Trace, write_trace
 
 pytestmark = pytest.mark.alone
 
@@ -180,7 +182,7 @@ def test_a_first_call_may_take_longer() -> None:
 @pytest.mark.slow
 @pytest.mark.rotating
 def test_first_calls_that_hang_get_less_and_less_extra_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_recipes.rewards.pool._FIRST_CALL_SECONDS", 1.6)
+    monkeypatch.setattr("grpo_recipes.rewards.pace._FIRST_CALL_SECONDS", 1.6)
     with RewardPool(WILD, workers=1, timeout=0.2) as pool:
         scores = judge(pool, *["spin"] * 4)
     assert [score.reason for score in scores] == ["time limit"] * 4
@@ -397,3 +399,18 @@ def test_workers_share_the_cores_of_a_machine(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         assert count_default_workers() == workers
+
+
+def test_the_trace_has_the_calls_of_each_child_also_of_a_killed_one(tmp_path: Path) -> None:
+    trace = Trace("rank_0", tmp_path)
+    with RewardPool(WILD, workers=1, timeout=0.5, trace=trace) as pool:
+        judge(pool, "yes")
+        judge(pool, "sleep 100")
+    write_trace(tmp_path)
+    tracks = read_tracks(tmp_path)
+    for spans in tracks.values():
+        assert_nested(spans)
+    first = tracks["rank 0", "reward child 1"]
+    assert [(span["name"], span["args"]["rows"]) for span in first[:2]] == [("load rewards", 0), (WILD, 1)]
+    spans = [span for track in tracks.values() for span in track if span["name"] == WILD]
+    assert [span["args"]["rows"] for span in spans] == [1, 1] and max(span["dur"] for span in spans) >= 0.5e6

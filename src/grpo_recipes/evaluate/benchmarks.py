@@ -9,7 +9,6 @@ import json
 import os
 import random
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -245,13 +244,14 @@ class Runner:
 
     def run(self, name: str) -> None:
         """Sample and score a benchmark, and write its result. Raise BenchmarkFailed on every rank if that fails."""
-        start, rows = time.perf_counter(), list[dict[str, Any]]()
-        if self._is_played(name):
-            assert self.trainer.source is not None
-            self.trainer.source.run_benchmark(self, name, rows)
-        else:
-            self._sample_and_score(name, rows)
-        self.on_main(lambda: self._write_result(name, rows, time.perf_counter() - start))
+        rows = list[dict[str, Any]]()
+        with self.trainer.rows.span(f"benchmark {name}") as timed:
+            if self._is_played(name):
+                assert self.trainer.source is not None
+                self.trainer.source.run_benchmark(self, name, rows)
+            else:
+                self._sample_and_score(name, rows)
+        self.on_main(lambda: self._write_result(name, rows, timed.seconds))
 
     def _sample_and_score(self, name: str, rows: list[dict[str, Any]]) -> None:
         """Sample and score a benchmark in chunks, and add a row per problem to ``rows`` on rank 0.

@@ -37,6 +37,7 @@ from grpo_recipes.runs.endings import advice
 from grpo_recipes.runs.health import find_notices, format_rewards
 from grpo_recipes.runs.progress import format_unusual_totals
 from grpo_recipes.runs.rundir import NO_REQUEUE, Run, load_json_mapping, read_json, write_json
+from grpo_recipes.runs.trace import LAUNCHER, Trace
 from grpo_recipes.slurm.client import SlurmJob, requeue_job
 from grpo_recipes.stats import format_result
 
@@ -66,6 +67,7 @@ class Attempt:
     # Command for the user to start a process that joins the run, e.g. an environment; None if no process may join.
     serve_command: str | None = None
     started_at: float = field(default_factory=time.monotonic)
+    trace: Trace = field(default_factory=lambda: Trace(LAUNCHER))
 
     def server_address(self) -> tuple[str, int, str]:
         """Return host, port and token of the vLLM server."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.extensions import parts
+from grpo_recipes.runs.trace import try_write_trace
 from grpo_recipes.secrets import mask_secrets
 
 
@@ -74,8 +75,9 @@ class AllHooks(RunHooks):
         return [self._failures.pop(0) for _ in range(len(self._failures))]
 
     def on_end(self, run_dir: Path) -> list[str]:
-        """Call ``on_end`` of all hooks; return their lines, with a line for each hook that failed."""
-        lines: list[str] = []
+        """Write the trace and call ``on_end`` of all hooks; return their lines, with a line for each failure."""
+        note = try_write_trace(run_dir)  # first, because the report links to it
+        lines = [note] if note else []
         for hook in self._hooks:
             try:
                 lines += hook.on_end(run_dir)

@@ -10,16 +10,15 @@ import signal
 import subprocess
 import tempfile
 import traceback
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from grpo_recipes.errors import EXIT_CONFIG_ERROR, EXIT_STOPPED, ConfigError
+from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.fetch.assets import ensure_assets, find_assets, record_assets
 from grpo_recipes.launch import processes, resolve
 from grpo_recipes.launch.attempt import (
@@ -35,6 +34,7 @@ from grpo_recipes.launch.monitor import Monitor, StoppedAtOnce, StopSignals
 from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, preflight_nodes, serve_node
 from grpo_recipes.launch.processes import Child, Ending, Group, StartedProcess
 from grpo_recipes.launch.rendezvous import MeetingChannel
+from grpo_recipes.launch.restarts import Restarts
 from grpo_recipes.paths import display_path
 from grpo_recipes.plan.commands import (
     base_environment,
@@ -70,6 +70,7 @@ from grpo_recipes.runs import rundir
 from grpo_recipes.runs.benchmark import write_benchmark
 from grpo_recipes.runs.checkpoints import find_verified_checkpoint
 from grpo_recipes.runs.progress import has_trained
+from grpo_recipes.runs.trace import LAUNCHER, Trace
 from grpo_recipes.secrets import mask_environment, mask_secrets
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
 
@@ -81,6 +82,8 @@ def launch(options: resolve.Options, resources: Resources | None = None) -> int:
     that joins another node's run, run the node worker instead. Raise ConfigError before anything starts if the recipe,
     a flag or the environment is wrong.
     """
+    trace = Trace(LAUNCHER)
+    trace.enter("check")
     resources = resources or find_resources(os.environ)
     meeting, channel = options.meeting, None
     if meeting is not None:
@@ -98,7 +101,7 @@ def launch(options: resolve.Options, resources: Resources | None = None) -> int:
                 if options.benchmark:
                     print_line("\n".join(write_benchmark(run)))
                 return 0
-            attempt = _prepare_launch(run, recipe, options, resources, stop, workers)
+            attempt = _prepare_launch(run, recipe, options, resources, stop, workers, trace)
         except StoppedAtOnce as stopped:
             workers.close(stopped.ending())
             return end_without_run(stopped.ending(), stop.wants_requeue, resources.job)
@@ -108,7 +111,7 @@ def launch(options: resolve.Options, resources: Resources | None = None) -> int:
 
 def _prepare_launch(
     run: rundir.Run | None, recipe: Recipe, options: resolve.Options, resources: Resources, stop: StopSignals,
-    workers: NodeWorkers,
+    workers: NodeWorkers, trace: Trace,
 ) -> Attempt:  # fmt: skip
     """Check and plan the run, then create the run directory and everything that the processes need.
 
@@ -116,7 +119,9 @@ def _prepare_launch(
     deferred from the moment when the run directory is created. Raise ConfigError if a check fails.
     """
     names = resolve.choose_names(recipe, run)
+    trace.enter("check nodes")
     resources = preflight_nodes(workers, resources, os.environ, names.run_dir.parent)
+    trace.enter("plan")
     plan = make_plan(recipe, resources, os.environ)
     require_packages(plan.mode)
     is_port_free = workers.make_port_checker(plan.placement[0].node)
@@ -125,12 +130,14 @@ def _prepare_launch(
     # Missing models and datasets are downloaded now. A resumed run uses the commits that it started with.
     arguments = [*(["--resume", str(run.folder)] if run else [display_path(recipe.path)]), *options.words()]
     recorded = run.identity.get("sources") if run else None
+    trace.enter("fetch")
     sources = ensure_assets(recipe, os.environ, recorded, arguments, options.allow_changed_code)
     plan = with_sources(replace(plan, ports=ports), recipe, resources, sources)
     if plan.mode == EXTERNAL:
         from grpo_recipes.rollouts.external import connect  # imports torch
 
         connect(recipe, plan.model, os.environ)
+    trace.enter("create the run")
     require_disk_space(recipe, plan, names.run_dir)
     hooks = AllHooks()
     hook_lines = hooks.check(recipe, os.environ, names.run)
@@ -155,7 +162,8 @@ def _prepare_launch(
     record_assets(run, sources)
     attempt = prepare_attempt(run, recipe, plan, names, resources, workers, options.update_rewards)
     attempt.scratch.locks.append(os.dup(lock))  # process guards hold the run's lock while a process of it lives
-    return replace(attempt, hooks=hooks, hook_lines=hook_lines)
+    trace.open(run.folder)
+    return replace(attempt, hooks=hooks, hook_lines=hook_lines, trace=trace)
 
 
 def _print_dry_run(options: resolve.Options, resources: Resources) -> int:
@@ -197,12 +205,14 @@ def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
     finally:
         stop.ignore()
         OUTPUT.show_live("")
+        attempt.trace.enter("end processes")
         ending = _replace_effect_of_sigterm(ending, stop)
         attempt.workers.close(ending)  # first, because ``end_descendants`` would kill srun
         end_descendants()
         shutil.rmtree(attempt.run.folder / rundir.SYNC_FOLDER, ignore_errors=True)
         attempt.scratch.remove()
         remove_access_files(attempt.run.folder)
+        attempt.trace.leave_all()
     return ending
 
 
@@ -229,44 +239,10 @@ def make_smoke_task(attempt: Attempt) -> Ending | None:
         if (folder / "COMPLETE").exists():
             continue
         say(f"creating the smoke model and data in {display_path(folder)} (once, about a minute)")
+        attempt.trace.enter("create the smoke model")
         if code := subprocess.call(command, env=attempt.environment):
             return processes.ending_from_exit("python -m grpo_recipes.smoke", code)
     return None
-
-
-@dataclass
-class Restarts:
-    """The restarts of lost processes in an attempt, with limits for each role."""
-
-    limit: int  # the recipe's server_restarts; 0 never restarts
-    counts: Counter[str] = field(default_factory=Counter)
-    idle: set[str] = field(default_factory=set)  # roles that were restarted after the last completed step
-    stepped: bool = False  # whether a step was completed in this attempt
-
-    def decide(self, ending: Ending, stopping: bool) -> Ending:
-        """Decide whether the lost process may be restarted, and count the restart.
-
-        If it may, return the ending unchanged. If it may not, return the ending without ``lost``, and with the limit
-        that forbids a restart in its cause. A restart with a newer model (``renews``) is always allowed and not
-        counted.
-        """
-        lost = ending.lost
-        if ending.renews:
-            return ending
-        # With EXIT_CONFIG_ERROR a process rejects its arguments, which would be the same after a restart.
-        if lost is None or lost.on_loss == "fail" or stopping or self.limit == 0 or ending.code == EXIT_CONFIG_ERROR:
-            return replace(ending, lost=None)
-        if ending.error and not self.stepped:
-            reason = "before the first step, so a restart would fail again: it is not started again"
-        elif self.counts[lost.role] >= self.limit:
-            reason = f"{lost.called} was already started again {self.counts[lost.role]} times (server_restarts)"
-        elif lost.role in self.idle:
-            reason = f"no step was completed since {lost.called} was started again"
-        else:
-            self.counts[lost.role] += 1
-            self.idle.add(lost.role)
-            return ending
-        return replace(ending, lost=None, cause=f"{ending.cause}; {reason}")
 
 
 class Supervisor:
@@ -376,6 +352,7 @@ class Supervisor:
             self._epoch += 1
             self._write_server_state("starting")  # first, so that trainers wait instead of failing
         self._groups.pop(group.process.role).end()
+        self._attempt.trace.enter("", group.process.track)
 
     def _list_running(self) -> list[Group]:
         """Return the running groups in the order of the plan; if two are lost, the first is blamed."""
@@ -389,6 +366,7 @@ class Supervisor:
         for role in self._planned:
             if not self._is_missing(role):
                 continue
+            self._attempt.trace.enter(f"start {self._planned[role][0].track}")
             group = self._start_role(role)
             if group.process.ready != "started":
                 for other_role in self._list_roles_to_start_early(role):
@@ -397,6 +375,7 @@ class Supervisor:
                     return ending
             self._groups[role] = group
         self._monitor.reset()
+        self._attempt.trace.enter("train")
         return None
 
     def _is_missing(self, role: str) -> bool:
@@ -413,6 +392,7 @@ class Supervisor:
             attempt.renew_token()  # a client may have sent the old token to a foreign listener
             self._write_server_state("starting")
         members = [self._with_newest_model(process) for process in self._planned[role]]
+        attempt.trace.enter("run" if members[0].ready == "started" else "start", members[0].track)
         return Group(
             [
                 RemoteChild(attempt.workers, process) if process.node
@@ -496,6 +476,7 @@ class Supervisor:
             if endings[0].lost:
                 started.end()  # it is started again after the lost process
             return endings[0]
+        self._attempt.trace.enter("run", started.process.track)
         return None
 
     def _wait_until_serving(self, alive: Callable[[], bool], server: Child) -> None:

@@ -79,6 +79,11 @@ class Process:
         return self.title or {"trainer": "trainers"}.get(self.role, f"the {self.role}")
 
     @property
+    def track(self) -> str:
+        """The name of its role in the trace: ``server``, ``trainers``, or its title."""
+        return self.called.removeprefix("the ")
+
+    @property
     def trains(self) -> bool:
         """Whether it runs ranks. They save if the run is stopped, and the run ends when they end."""
         return self.role == "trainer"

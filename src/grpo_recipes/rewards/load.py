@@ -35,6 +35,7 @@ from grpo_recipes.rewards.score import (
     select_columns,
 )
 from grpo_recipes.runs.rundir import cut_damaged_end, load_json_mapping, write_atomically
+from grpo_recipes.runs.trace import Trace
 
 
 def copy_reward_files(names: Sequence[str], run_dir: Path, update: bool = False) -> list[str]:
@@ -68,15 +69,16 @@ def copy_reward_files(names: Sequence[str], run_dir: Path, update: bool = False)
 
 
 def load_rewards(
-    script_args: Any, args: Any, run_dir: Path, left_out: Mapping[str, str] = MappingProxyType({})
-) -> list[Reward]:
+    script_args: Any, args: Any, run_dir: Path, left_out: Mapping[str, str] = MappingProxyType({}),
+    trace: Trace | None = None,
+) -> list[Reward]:  # fmt: skip
     """Load the rewards in ``reward_funcs``, in this order, as functions that TRL can call.
 
     User rewards and built-in rewards that may run forever are called in the child processes of a pool, which is started
     here. With ``reward_isolation: none``, user rewards are called in this process. ``script_args`` and ``args`` are the
     recipe's configs. ``run_dir`` gets copies of the files of user rewards, and records of scores that a limit decided.
-    ``left_out`` maps columns that rewards do not get to the reasons. Raise ConfigError if a file does not exist, and
-    RewardFailed if a reward cannot be loaded.
+    ``left_out`` maps columns that rewards do not get to the reasons. ``trace`` gets the times of the child processes.
+    Raise ConfigError if a file does not exist, and RewardFailed if a reward cannot be loaded.
     """
     names, copies = script_args.reward_funcs, run_dir / REWARD_COPIES
     copy_reward_files(names, run_dir)
@@ -96,6 +98,7 @@ def load_rewards(
         environment=script_args.reward_environment,
         concurrency=script_args.reward_concurrency,
         keys={name: read_keys(name, script_args, args) for name in isolated if not is_user_reward(name)},
+        trace=trace,
     )
     records = LimitRecords(copies / f"limits_{os.environ.get('RANK', '0')}.jsonl")
     short_names = [split_spec(name)[1] or name for name in names]

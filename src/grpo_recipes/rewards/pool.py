@@ -23,7 +23,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -40,7 +39,9 @@ from grpo_recipes.rewards.child import (
     read_reply,
 )  # fmt: skip
 from grpo_recipes.rewards.memory import measure_memory
+from grpo_recipes.rewards.pace import Pace
 from grpo_recipes.rewards.score import NOT_CALLED, RewardFailed, Score, select_columns
+from grpo_recipes.runs.trace import Trace
 
 START_SECONDS = 300.0  # limit for loading the rewards; all ranks may import from a network disk at the same time
 _FAILED_STARTS = 3  # consecutive failures that end the run
@@ -48,8 +49,6 @@ _TICK_SECONDS = 0.25  # between two measurements of a child with a slow row
 _MEASURE_SECONDS = 1.0  # between two measurements of a child with quick rows
 _MOST_PRINTED = 16 << 20  # bytes that a pool's rewards may print in total; later output is dropped
 _END_SECONDS = 5.0  # limit for the end of a keeper, which needs milliseconds
-_FIRST_CALL_SECONDS = 10.0
-_CHUNK_SECONDS, _CHUNK_ROWS = 0.05, 64  # target duration and maximum size of a chunk of rows
 _GRACE_SECONDS = 1.0  # a child has this long to end a late async call itself, without harm to its other calls
 _MOST_UNREAD = 1 << 20  # bytes of a child's reply; valid replies are short
 _FIX = "set reward_isolation: none"
@@ -84,6 +83,7 @@ class RewardPool:
         network: bool = True,  # whether the children may use the network
         keys: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),  # built-in reward -> values of its recipe keys
         valid: Callable[[Any], bool] = is_score,  # accepts a function's value; for functions that are not rewards
+        trace: Trace | None = None,  # gets the times of the children
     ):
         self.workers, self.timeout, self.memory_gib = workers or count_default_workers(), timeout, memory_gib
         # Set by ``start``: the columns that each reward accepts (None for all), and the async rewards.
@@ -93,10 +93,11 @@ class RewardPool:
         specs = {spec: dict(keys.get(spec, {})) for spec in rewards}
         self._setup = (self._memory, copies, specs, concurrency, self._environment, frozenset(os.environ), network)
         self._rewards, self._names, self._valid = rewards, ", ".join(rewards), valid
+        self._trace = trace
         # By the name of a row: the child that made the previous calls, and the number of answered calls.
         self._homes: dict[str, _Child] = {}
         self._calls: dict[str, int] = {}
-        self._paces = {reward: _Pace(_FIRST_CALL_SECONDS) for reward in rewards}
+        self._paces = {reward: Pace() for reward in rewards}
         self._children: list[_Child] = []  # children that work or load
         self._target_count = self.workers  # number of children; one more after the first replacement
         self._ending: list[_Child] = []
@@ -272,6 +273,7 @@ class RewardPool:
             reply = reply if "died" in reply else GARBLED
         if "ready" in reply:
             child.ready = True
+            self._add_span(child, "load rewards")
             self.accepted, self.async_rewards, self._failed_starts = reply["ready"], frozenset(reply["together"]), 0
         elif "failed" in reply:
             self._count_failed_start(reply["failed"])
@@ -368,11 +370,15 @@ class RewardPool:
         self._paces[child.reward].add(score, child.reward not in child.called)
         child.called.add(child.reward)
         child.since = time.monotonic()
+        if not child.rows:
+            self._add_span(child, child.reward)
         if at_fault or (score.by_limit and score.reason != TIME_LIMIT):
             self._replace_child(child)
 
     def _replace_child(self, child: _Child) -> None:
         """End a child, put its unfinished rows back at the front of the open rows, and start another child."""
+        if child.rows:
+            self._add_span(child, child.reward)
         self._open_rows.extendleft(reversed(child.rows))
         child.rows = []
         self._end_child(child)
@@ -382,9 +388,16 @@ class RewardPool:
     def _start_children(self) -> None:
         """Start children until there are ``_target_count``, without waiting until they have loaded their rewards."""
         while len(self._children) < self._target_count:
-            self._children.append(
-                _Child(self._setup, self._rewards, make_child_environment(self._environment), self._valid)
-            )
+            numbers = {child.number for child in self._children}
+            number = next(number for number in itertools.count(1) if number not in numbers)
+            environment = make_child_environment(self._environment)
+            self._children.append(_Child(number, self._setup, self._rewards, environment, self._valid))
+
+    def _add_span(self, child: _Child, name: str) -> None:
+        """Add the time since the start of a child's work to the trace: its load, or a chunk of rows."""
+        if self._trace is not None:
+            track = f"reward child {child.number}"
+            self._trace.add(name, child.work_began, time.monotonic(), track, rows=child.row_count)
 
     def _end_child(self, child: _Child) -> None:
         """Send SIGTERM to a child's keeper, which then kills the child with its descendants; do not wait for it."""
@@ -393,36 +406,13 @@ class RewardPool:
         child.terminate()
 
 
-@dataclass
-class _Pace:
-    """The durations of a reward's calls: they decide the extra time for first calls and the rows sent at a time."""
-
-    extra_for_first: float  # seconds that a first call may exceed the time limit
-    slowest_first: float = 0.0  # seconds
-    seconds: float | None = None  # moving average of a call's duration
-    rows: int = 1  # rows per chunk
-
-    def add(self, score: Score, first: bool) -> None:
-        """Update the extra time for first calls, or the rows per chunk, with the duration of one more call.
-
-        ``first`` means the first call of a process, which may include imports.
-        """
-        if not first:
-            self.seconds = score.seconds if self.seconds is None else 0.8 * self.seconds + 0.2 * score.seconds
-            self.rows = max(1, min(_CHUNK_ROWS, int(_CHUNK_SECONDS / max(self.seconds, 1e-6))))
-        elif score.reason == TIME_LIMIT:
-            self.extra_for_first /= 2  # probably a call that hangs, not an import
-        else:
-            self.slowest_first = max(self.slowest_first, score.seconds)
-            self.extra_for_first = min(_FIRST_CALL_SECONDS, 2 * self.slowest_first)
-
-
 class _Child:
     """A child process as its parent sees it: starts it, and exchanges messages through pipes without blocking."""
 
     def __init__(
-        self, setup: object, rewards: Collection[str], environment: dict[str, str], valid: Callable[[Any], bool]
-    ):
+        self, number: int, setup: object, rewards: Collection[str], environment: dict[str, str],
+        valid: Callable[[Any], bool],
+    ):  # fmt: skip
         self.process = subprocess.Popen(
             module_command("grpo_recipes.rewards.child", str(os.getpid())),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=environment,
@@ -433,13 +423,16 @@ class _Child:
         for pipe in (self.stdin, self.stdout, self.stderr):
             os.set_blocking(pipe.fileno(), False)
         self.pid = self.process.pid  # the keeper, the ancestor of all other processes of this child
+        self.number = number  # unique among the living children of the pool
         self.rewards, self.valid = rewards, valid  # the rewards to load, and the validation of their values
         self.ready = False  # the rewards are loaded
         self.reward = ""  # the current reward
         self.limit = 0.0  # seconds for the current row
         self.rows: list[int] = []  # unanswered rows; the first is the current row
         self.called: set[str] = set()  # rewards that it has called at least once
+        self.row_count = 0  # rows of the current chunk
         # Times of ``time.monotonic()``:
+        self.work_began = time.monotonic()  # start of the process, or of the current chunk of rows
         self.since = time.monotonic()  # start of the current row, or of the process
         self.kill_time = 0.0  # after ``terminate``: when the keeper is killed
         self.measured = 0.0  # last measurement of memory and processes
@@ -454,7 +447,8 @@ class _Child:
 
         The scores arrive as replies in the same order.
         """
-        self.reward, self.rows, self.limit, self.since = reward, rows, limit, time.monotonic()
+        self.reward, self.rows, self.limit, self.row_count = reward, rows, limit, len(rows)
+        self.since = self.work_began = time.monotonic()
         self.unsent += pickle.dumps((reward, limit, list(zip(rows, columns, seeds, strict=True))))
         self.send_unsent()
 

@@ -19,7 +19,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -326,11 +326,12 @@ def write_json(path: Path, content: Any) -> None:
     write_atomically(path, json.dumps(content, indent=1, default=str) + "\n")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new content, never a part. Raise OSError if that fails."""
+def write_atomically(path: Path, text: str | Iterable[str]) -> None:
+    """Write a text, or its parts, so that a reader sees the old or the new file. Raise OSError if that fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.writelines([text] if isinstance(text, str) else text)
         temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):  # on a full disk it exists and is empty

@@ -166,7 +166,9 @@ class OverlappedRollouts(ServerRollouts):
         name = f"{step + steps}/{trainer._step + self._steps_per_generation}"
         client = self._client.copy_for_generation(name)
         options = {key: value for key, value in request.items() if key != "prompts"}
+        began, trace = time.perf_counter(), trainer.rows.trace
         answer = run_in_thread(partial(client.generate, prompts, **options))
+        answer.add_done_callback(lambda _: trace.add("sample", began, time.perf_counter(), "sampling ahead"))
         self._pending = PendingGeneration(name, prompts, step, answer, client)
 
     def _count_steps(self, index: int, generations: int) -> int:

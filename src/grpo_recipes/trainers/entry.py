@@ -27,6 +27,7 @@ from grpo_recipes.rewards.load import load_rewards
 from grpo_recipes.rollouts.source import Source
 from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.stop_request import StopRequest
+from grpo_recipes.runs.trace import Trace
 from grpo_recipes.trainers import rank
 from grpo_recipes.trainers.checkpoints import any_rank_requests_stop, make_stop_before_first_step
 from grpo_recipes.trainers.grpo import GRPOTrainer
@@ -58,7 +59,9 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         _exit_if_stopped(stop, run, args.device)
         trainer = trainer_class(
             model=model_args.model_name_or_path,
-            reward_funcs=load_rewards(script_args, args, run, prompts.counts.left_out),
+            reward_funcs=load_rewards(
+                script_args, args, run, prompts.counts.left_out, Trace(f"rank_{args.process_index}", run)
+            ),
             reward_max_no_verdict=script_args.reward_max_no_verdict,
             args=args,
             train_dataset=prompts.dataset,
@@ -91,7 +94,8 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         _exit_if_stopped(stop, run, args.device)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         trainer.rows.enter("end")
-        save_model(trainer, run / "model")
+        with trainer.rows.span("save model"):
+            save_model(trainer, run / "model")
         run_benchmarks(trainer, script_args, run, stop.requested, fetched)
 
 

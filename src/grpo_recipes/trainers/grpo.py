@@ -82,10 +82,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         if args.trim_padding:  # cuDNN's attention would make a plan for each shape of the passes
             torch.backends.cuda.enable_cudnn_sdp(False)
         stop = stop or StopRequest(run_dir)
-        self._kl_controller = make_kl_controller(args)
-        self.controllers: dict[str, KLController | TauController] = {}
-        if self._kl_controller is not None:
-            self.controllers["kl"] = self._kl_controller
+        self._kl_controller = controller = make_kl_controller(args)
+        self.controllers: dict[str, KLController | TauController] = {"kl": controller} if controller else {}
         self.checkpoints = Checkpoints(self)
         self.checks = Checks(self)
         self.preemption = Preemption(self, stop)
@@ -221,7 +219,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         output = self.sample_and_score(inputs)
         if is_training:
             self.rows.record_prompt_values(inputs)
-            advantages_PG = self.weigh(output)
+            with self.rows.span("weigh"):
+                advantages_PG = self.weigh(output)
             if advantages_PG is not None:
                 trl_advantages_B, advantages_B = output["advantages"], advantages_PG.flatten()
                 start = self.accelerator.process_index * len(trl_advantages_B)
@@ -395,7 +394,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.log_completions = log_completions
         # It becomes trainer_state.json.
         self.state.log_history[-1] = {key: to_json_number(value) for key, value in self.state.log_history[-1].items()}
-        if "loss" in logs and self.accelerator.is_main_process:
+        if "loss" in logs:
             self.rows.write(logs)
 
     # --- sync ------------------------------------------------------------------------------------------------------

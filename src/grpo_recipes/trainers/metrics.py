@@ -27,6 +27,7 @@ from grpo_recipes.process.reports import PhaseFile
 from grpo_recipes.recipe.generated import recorded_columns, recorded_values
 from grpo_recipes.runs.rundir import read_rows, write_json
 from grpo_recipes.runs.stop_request import Stopped
+from grpo_recipes.runs.trace import TimedBlock, Trace, measure_process_age
 from grpo_recipes.secrets import mask_secrets
 from grpo_recipes.trainers.checkpoints import capture_random_states, copy_containers, replace_contents
 from grpo_recipes.trainers.protocol import InnerTrainer
@@ -42,6 +43,8 @@ class MetricsRows:
 
     A row has ``seconds/<phase>`` for ``PHASES``, ``update`` (the remaining time) and ``step`` (the sum). ``evaluate``
     counts the evaluation after the previous step. ``syncs`` counts the transfers in ``seconds/sync``.
+
+    The trace of each rank gets the same times as spans: a step, its phases inside it, and ``update`` between them.
     """
 
     def __init__(self, trainer: InnerTrainer, run_dir: Path, rank: int):
@@ -53,6 +56,10 @@ class MetricsRows:
         self._tokens_before = 0
         self._wandb_url: str | None = None
         self._phase_file = PhaseFile(run_dir, rank)
+        self.trace = Trace(f"rank_{rank}", run_dir)
+        self._open_spans = 0
+        self._row_step = 1  # the step of the row under way
+        self._update_began: float | None = None  # the end of the row's last phase; None before the first row
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -60,13 +67,37 @@ class MetricsRows:
 
         A sync inside a sample counts only as sync. A block that raises an exception adds no time.
         """
-        start, sync_seconds = time.perf_counter(), self._seconds["sync"]
-        with self.reported(name):
+        sync_seconds = self._seconds["sync"]
+        with self.reported(name), self.span(name) as timed:
             yield
-        self._seconds[name] += time.perf_counter() - start
+        self._seconds[name] += timed.seconds
         self._syncs += name == "sync"
         if name == "sample":
             self._seconds["sample"] -= self._seconds["sync"] - sync_seconds
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[TimedBlock]:
+        """Add the block to this rank's trace, and yield an object that has the block's seconds after it.
+
+        A span that is not inside another ends the ``update`` under way.
+        """
+        timed = TimedBlock(time.perf_counter())
+        if self._open_spans == 0:
+            self._end_update(timed.start)
+        self._open_spans += 1
+        try:
+            yield timed
+        finally:
+            timed.end = time.perf_counter()
+            self.trace.add(name, timed.start, timed.end, step=self._row_step)
+            self._open_spans -= 1
+            if self._open_spans == 0 and self._row_began is not None:
+                self._update_began = timed.end
+
+    def _end_update(self, now: float) -> None:
+        """Add the time since the last phase to the trace, as ``update``. Before the first step, do nothing."""
+        if self._update_began is not None:
+            self.trace.add("update", self._update_began, now, step=self._row_step)
 
     @contextmanager
     def reported(self, phase: str) -> Iterator[None]:
@@ -85,19 +116,22 @@ class MetricsRows:
         """Report the phase ``update``. The first call of the process starts the clock of the first row."""
         self.enter("update")
         if self._row_began is None:
-            self._row_began = time.perf_counter()
+            self._row_began = self._update_began = time.perf_counter()
+            self._row_step = self._trainer.state.global_step + 1
+            self.trace.add("start", self._row_began - measure_process_age(), self._row_began)
             self._tokens_before = self._trainer.state.num_input_tokens_seen
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Count the time of the block as ``evaluate``, including its sampling and scoring."""
-        began, seconds, syncs = time.perf_counter(), self._seconds, self._syncs
+        seconds, syncs = self._seconds, self._syncs
         self._seconds = dict(seconds)
         try:
-            yield
+            with self.span("evaluate") as timed:
+                yield
         finally:
             if self._row_began is not None:  # the row of the first step does not cover the time before it
-                seconds["evaluate"] += time.perf_counter() - began
+                seconds["evaluate"] += timed.seconds
             self._seconds, self._syncs = seconds, syncs
 
     def record_prompt_values(self, rows: list[dict[str, Any]]) -> None:
@@ -108,11 +142,24 @@ class MetricsRows:
                 self._prompt_values.setdefault(name, []).extend(values_of_ranks[:: self._trainer.num_generations])
 
     def write(self, logs: dict[str, float]) -> None:
-        """Append a row with TRL's ``logs``, times, tokens and memory to ``metrics.jsonl``, and start the next row.
+        """End the row of a step, on every rank: add the step to the trace. The next row begins.
 
-        If the W&B address has changed, write it to ``tracked.json``.
+        The main process appends a row with TRL's ``logs``, times, tokens and memory to ``metrics.jsonl``. If the W&B
+        address has changed, it also writes ``tracked.json``.
         """
         now, state = time.perf_counter(), self._trainer.state
+        self._end_update(now)
+        self.trace.add("step", self._row_began or now, now, step=state.global_step)
+        if self._trainer.accelerator.is_main_process:
+            self._append_row(logs, now)
+        self._row_began = self._update_began = now
+        self._row_step, self._tokens_before = state.global_step + 1, state.num_input_tokens_seen
+        self._seconds, self._syncs = dict.fromkeys(PHASES, 0.0), 0
+        self._prompt_values = {}
+
+    def _append_row(self, logs: dict[str, float], now: float) -> None:
+        """Append the row to ``metrics.jsonl``, and write the address of the W&B run if it has changed."""
+        state = self._trainer.state
         step_seconds = now - (self._row_began or now)
         tokens = state.num_input_tokens_seen - self._tokens_before
         trained = step_seconds - self._seconds["evaluate"]
@@ -133,9 +180,6 @@ class MetricsRows:
         if wandb_url != self._wandb_url:
             write_json(self._file.with_name("tracked.json"), {"wandb": wandb_url})  # the report links to it
             self._wandb_url = wandb_url
-        self._row_began, self._tokens_before = now, state.num_input_tokens_seen
-        self._seconds, self._syncs = dict.fromkeys(PHASES, 0.0), 0
-        self._prompt_values = {}
 
 
 def measure_memory(device: torch.device) -> dict[str, float]:

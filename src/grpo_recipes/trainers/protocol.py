@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, TrainerControl
 from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.rollouts.source import SamplingTrainer
+from grpo_recipes.runs.trace import Trace
 from grpo_recipes.trainer_protocol import EvaluationScope, Phases
 
 # Log-probs and entropies of completions, (B, T), and the load-balancing loss of a mixture of experts.
@@ -23,6 +24,8 @@ Computed = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 class StepClock(Phases, Protocol):
     """Times and reports the phases of a step (``metrics.MetricsRows``)."""
+
+    trace: Trace
 
     def reported(self, phase: str) -> AbstractContextManager[None]:
         """Report this phase to the launcher in the block, and the outer phase again afterwards."""

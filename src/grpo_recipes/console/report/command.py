@@ -10,6 +10,7 @@ from grpo_recipes.console.report.pages import write_comparison, write_report
 from grpo_recipes.console.sweep.folder import RECORD, Sweep, format_table, write_sweep_page
 from grpo_recipes.errors import config_error, translate_errors
 from grpo_recipes.paths import display_path
+from grpo_recipes.runs.trace import try_write_trace
 
 
 @command(
@@ -20,8 +21,8 @@ from grpo_recipes.paths import display_path
 def report(options: argparse.Namespace) -> int:
     """Write the page of a run, a comparison of several runs, or the page of a sweep; print its path and return 0.
 
-    For a sweep, also print its table. Raise ConfigError if a folder is not a run or a sweep, or if the page can't be
-    written.
+    For one run, also write its trace.json. For a sweep, also print its table. Raise ConfigError if a folder is not a
+    run or a sweep, or if the page can't be written.
     """
     folders = [find_run(name).folder if name == "last" else Path(name) for name in options.runs]
     fix = "use a file that you may write"
@@ -33,6 +34,8 @@ def report(options: argparse.Namespace) -> int:
             page, results = write_sweep_page(sweep, options.out)
             print(format_table(sweep, results))
         elif len(folders) == 1:
+            if note := try_write_trace(folders[0]):
+                print(f"grpo: {note}")
             page = write_report(folders[0], options.out)
         else:
             page = write_comparison(folders, options.out or Path("report.html"))
