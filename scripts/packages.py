@@ -56,7 +56,7 @@ ABOVE: dict[str, str] = {
     "extensions.migrate": "recipes of open-r1, TRL, verl and others",
     "extensions.offline": "the offline trainer: Hydra keys and iterations",
     "extensions.problems": "generated problems: ModeBench, and problems drawn by seeds",
-    "console": "report, sweeps, doctor, publishing, evaluation, generation and chat",
+    "console": "report, dashboard, sweeps, doctor, publishing, evaluation, generation and chat",
 }
 PACKAGES = {**CORE, **ABOVE}
 # Words by which a file of the core would name an extension.

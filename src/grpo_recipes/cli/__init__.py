@@ -43,7 +43,7 @@ _COMMANDS = {
 _GROUPS = {
     "Write a recipe": ("new", "keys", "check", "check-rewards", "plan", "doctor"),
     "Train": ("fetch", "launch", "submit", "sweep"),
-    "Follow runs": ("status", "logs", "watch", "stop", "report"),
+    "Follow runs": ("status", "logs", "watch", "dashboard", "stop", "report"),
     "Use a model": ("eval", "generate", "chat", "play"),
     "Shell": ("completion",),
 }

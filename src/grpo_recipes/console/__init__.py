@@ -12,6 +12,7 @@ EXTENSION = Extension(
         "doctor": "grpo_recipes.console.doctor.command:doctor",
         "sweep": "grpo_recipes.console.sweep.command:sweep",
         "watch": "grpo_recipes.console.watch:watch",
+        "dashboard": "grpo_recipes.console.dashboard.command:dashboard",
         "report": "grpo_recipes.console.report.command:report",
         "generate": "grpo_recipes.console.generate:generate",
         "chat": "grpo_recipes.console.chat:chat",

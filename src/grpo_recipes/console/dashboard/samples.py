@@ -1,0 +1,83 @@
+"""A bounded copy of a run's sampled completions, so that a report of a long run does not read all of them again."""
+
+import contextlib
+from pathlib import Path
+
+from grpo_recipes.runs.rundir import write_atomically
+
+_FILES = ("samples.jsonl", "eval_samples.jsonl")
+_LONG_BYTES = 50_000_000  # longer files are copied in part
+_COPY_BYTES = 20_000_000
+
+
+class BoundedCopy:
+    """A folder with links to the files of a run, and with evenly spread rows of its long sample files.
+
+    Each row of a long file is read once, except after a resume, which replaces the file.
+    """
+
+    def __init__(self, folder: Path, copies: Path):
+        self._folder, self._copy = folder, copies / folder.name
+        self._rows = {name: _SpreadRows(folder / name) for name in _FILES}
+
+    def update(self) -> Path:
+        """Return the run directory, or its copy with new rows if a sample file is long."""
+        long_files = [name for name in _FILES if _size(self._folder / name) > _LONG_BYTES]
+        if not long_files:
+            return self._folder
+        self._copy.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in self._folder.iterdir():
+            link = self._copy / path.name
+            if path.name not in long_files and not link.is_symlink():
+                with contextlib.suppress(FileExistsError):
+                    link.symlink_to(path)
+        for name in long_files:
+            write_atomically(self._copy / name, self._rows[name].read_new().decode(errors="replace"))
+        return self._copy
+
+
+class _SpreadRows:
+    """Rows of a growing file with distances of 1, 2, 4, ... rows, and its last row."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._start_again()
+
+    def _start_again(self) -> None:
+        self._inode, self._offset, self._count, self._distance = 0, 0, 0, 1
+        self._rows: list[tuple[int, bytes]] = []  # with the index of each row
+        self._bytes = 0
+
+    def read_new(self) -> bytes:
+        """Read the rows since the last call, and return at most 20 MB of rows; a single row may be longer."""
+        with self._path.open("rb") as file:
+            state = self._path.stat()
+            if state.st_ino != self._inode or state.st_size < self._offset:
+                self._start_again()
+                self._inode = state.st_ino
+            file.seek(self._offset)
+            for row in file:
+                if not row.endswith(b"\n"):
+                    break
+                self._add(row)
+        return b"".join(row for _, row in self._rows)
+
+    def _add(self, row: bytes) -> None:
+        """Add a row: keep it if its index fits the distance, and double the distance if the rows are too long."""
+        if self._rows and self._rows[-1][0] % self._distance:  # it was only kept as the last row
+            self._bytes -= len(self._rows.pop()[1])
+        self._rows.append((self._count, row))
+        self._bytes += len(row)
+        self._count += 1
+        self._offset += len(row)
+        while self._bytes > _COPY_BYTES and len(self._rows) > 2:
+            self._distance *= 2
+            *earlier_rows, last = self._rows
+            self._rows = [*(entry for entry in earlier_rows if entry[0] % self._distance == 0), last]
+            self._bytes = sum(len(text) for _, text in self._rows)
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
