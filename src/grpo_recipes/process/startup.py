@@ -47,8 +47,17 @@ def fast_imports(*hidden: str) -> Iterator[None]:
         with hidden_packages(*hidden):
             yield
     finally:
-        gc.freeze()
+        freeze_imports()
         gc.enable()
+
+
+def freeze_imports() -> None:
+    """Exempt all present objects from garbage collection until the exit of Python.
+
+    At the exit they are collected as usual. Otherwise Triton would print a list of them after the last log line.
+    """
+    gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 def exit_at_once() -> NoReturn:

@@ -5,7 +5,6 @@ the same fingerprints of the weights it sends, and compares them. The plug-in en
 CPU.
 """
 
-import gc
 import inspect
 import logging
 import math
@@ -22,6 +21,7 @@ from safetensors import safe_open
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from grpo_recipes.process.reports import dump_stacks_on_signal
+from grpo_recipes.process.startup import freeze_imports
 from grpo_recipes.process.tree import die_with_parent
 
 _INTEGER_VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -48,7 +48,7 @@ def register() -> None:
     if in_server:
         # vLLM is imported by now, and its classes and functions are never garbage. Before it serves, vLLM collects
         # garbage in the API server and in the engine. Without the objects of the imports, this is faster.
-        gc.freeze()
+        freeze_imports()
         _prepare_server_process()
         os.register_at_fork(after_in_child=_prepare_server_process)
     _adapt_to_cpu(in_server)
