@@ -189,6 +189,7 @@ def test_the_command_prints_the_tunnel_and_ends_with_ctrl_c(runs: Path) -> None:
     process = subprocess.Popen(
         documented("grpo dashboard"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "RUN_ROOT": str(runs)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in background jobs
     )  # fmt: skip
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(3)]
