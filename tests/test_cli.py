@@ -277,7 +277,7 @@ def test_a_mistake_of_a_command_is_one_line_with_its_fix(grpo):
             ["compare", "recipes/smoke/grpo.yaml", "--modes", "file,restart"],
             "grpo: compare: is not a command. Fix: sweep the weight sync method: grpo sweep RECIPE weight_sync=file,re",
         ),
-        (["xyzzy"], "grpo: xyzzy: is not a command. Fix: use one of new, keys, check,"),
+        (["xyzzy"], "grpo: xyzzy: is not a command. Fix: use one of new, check,"),
         (["--verbose"], "grpo: COMMAND: is missing. Fix: see grpo --help"),
         (["new"], "grpo: FILE: is missing. Fix: see grpo new --help"),
         (["plan", "--gpus", "many"], "grpo: --gpus: invalid int value: 'many'. Fix: see grpo plan --help"),

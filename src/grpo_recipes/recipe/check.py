@@ -306,8 +306,8 @@ def notes(recipe: Recipe) -> list[str]:
 
 def missing_requirement(recipe: Recipe, key: str) -> str:
     """Return the setting without which ``key`` does nothing, as text, or "" if the recipe has the setting."""
-    readers = [name for name, reward in rewards().items() if key in reward.keys and key != "max_completion_length"]
-    if readers:
+    readers = [name for name, reward in rewards().items() if key in reward.keys]
+    if readers and key not in ("max_completion_length", "reward_timeout"):  # they are not only for these rewards
         return "" if set(readers) & set(recipe["reward_funcs"]) else " or ".join(readers)
     rows = (row for row in (*entries("idle"), *_IDLE) if key in rules.matching_keys(row.keys))
     return next((row.requirement for row in rows if key != row.requirement and row.is_idle(recipe)), "")
