@@ -12,7 +12,7 @@ import grpo_recipes
 
 ATROPOS, ENVIRONMENTS = "extensions.atropos", "extensions.environments"
 OFFLINE, MIGRATE, PROBLEMS = "extensions.offline", "extensions.migrate", "extensions.problems"
-COLOCATED, CONSOLE = "extensions.colocated", "console"
+COLOCATED, JUDGE, CONSOLE = "extensions.colocated", "extensions.judge", "console"
 WHOLE = "all"
 # Globs below tests/ -> the extension that the tests of these files need.
 FILES: dict[str, str] = {
@@ -78,6 +78,7 @@ TESTS: dict[str, str] = {
     "test_a_recipe_of_another_project_is_answered_with_the_command_that_translates_it": MIGRATE,
     "test_a_resume_takes_a_changed_environment": ENVIRONMENTS,
     "test_benchmarks[benchmark_unknown]": PROBLEMS,
+    "test_runs_profiles_and_the_keys_of_a_sweep": CONSOLE,
     "test_the_help_lists_every_command_in_a_group_and_examples": WHOLE,
     "test_bad_input_is_refused_before_anything_is_written[arguments5-"
     "the run uploads its model, but the nodes of cpu have no internet]": CONSOLE,
@@ -100,7 +101,7 @@ TESTS: dict[str, str] = {
 def deleted() -> set[str]:
     """Return the extensions and the console if they are deleted; ``WHOLE`` if any of them is."""
     package = Path(grpo_recipes.__file__).parent
-    names = (ATROPOS, ENVIRONMENTS, OFFLINE, MIGRATE, PROBLEMS, COLOCATED, CONSOLE)
+    names = (ATROPOS, ENVIRONMENTS, OFFLINE, MIGRATE, PROBLEMS, COLOCATED, JUDGE, CONSOLE)
     missing = {name for name in names if not (package / name.replace(".", "/")).is_dir()}
     return {*missing, WHOLE} if missing else set()
 
