@@ -15,8 +15,10 @@ QUICK = -m "not slow and not soak
 ALONE_FILES = tests/e2e $$(grep -rl "mark.alone" tests --include="test_*.py" --exclude-dir=e2e)
 NONE_CHOSEN = 5
 # The tests of these folders import torch. They and the others run at the same time, each in WORKERS processes: a process
-# of pytest-xdist imports every file that its pytest collects, so each process then imports half of the files.
+# of pytest-xdist imports every file that its pytest collects, so each process then imports half of the files. The output
+# of the first is printed after the second.
 TORCH = $(addprefix tests/,algorithms data evaluate evidence rollouts server trainers weights)
+TORCH_OUTPUT = $(dir $(RAN_TESTS))torch-tests.txt
 AT_ONCE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Two whole runs at a time if each can have a private network (tests/private_network.py), else one.
 RUNS_AT_ONCE ?= $(shell unshare --net true 2>/dev/null && echo 2 || echo 1)
@@ -39,10 +41,10 @@ smoke:  ## set up and run the smoke recipe
 
 test: setup  ## quick tests: most in four processes, then one by one those that measure seconds
 	@mkdir -p $(dir $(RAN_TESTS)) && date '+started %s' >$(RAN_TESTS)
-	@failed=; trap 'kill $$!' INT; \
-	$(if $(PYTEST_ARGS),,$(PYTEST) $(QUICK) and not alone" $(AT_ONCE) $(TORCH) & ) \
+	@failed=; trap '[ -z "$$!" ] || kill $$!' INT; \
+	$(if $(PYTEST_ARGS),,$(PYTEST) $(QUICK) and not alone" $(AT_ONCE) $(TORCH) >$(TORCH_OUTPUT) 2>&1 & ) \
 	$(PYTEST) $(QUICK) and not alone" $(AT_ONCE) $(or $(PYTEST_ARGS),$(TORCH:%=--ignore=%)) || [ $$? = $(NONE_CHOSEN) ] || failed=1; \
-	$(if $(PYTEST_ARGS),,wait $$! || failed=1; ) \
+	$(if $(PYTEST_ARGS),,wait $$! || failed=1; cat $(TORCH_OUTPUT); ) \
 	$(PYTEST) $(QUICK) and alone" $(or $(PYTEST_ARGS),$(ALONE_FILES)) || [ $$? = $(NONE_CHOSEN) ] || failed=1; \
 	[ -z "$$failed" ]
 

@@ -416,8 +416,9 @@ def _trainer_environment(recipe: Recipe, plan: Plan, environment: Mapping[str, s
         variables |= vllm_environment(plan.device, environment) | _plugin_variables(environment)
         if recipe["torch_compile"]:
             variables.pop("TORCHDYNAMO_DISABLE", None)  # it would also disable compilation of the training
-    hidden = [] if plan.mode == "colocate" or plan.bridge == "nccl" else ["vllm"]
-    return variables | ({HIDDEN_PACKAGES: " ".join(hidden)} if hidden else {})
+    elif plan.bridge != "nccl":
+        variables[HIDDEN_PACKAGES] = "vllm"
+    return variables
 
 
 def _plan_trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names, machine: int) -> Process:

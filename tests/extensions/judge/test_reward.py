@@ -55,6 +55,13 @@ def test_many_requests_are_open_at_the_same_time_and_grades_keep_the_order(judge
     assert 8 <= judge.most <= 16
 
 
+def test_the_recipe_names_the_judge_and_limits_its_reply(judge: FakeJudge, tmp_path: Path) -> None:
+    score(judge, ["2"], ["2"], judge_model="other", judge_max_tokens=7, judge_cache=str(tmp_path))
+    (reply,) = tmp_path.rglob("*.json")
+    request = json.loads(reply.read_text())["request"]
+    assert (request["model"], request["max_tokens"]) == ("other", 7)
+
+
 def test_a_failed_request_is_tried_again_as_often_as_the_recipe_says(judge: FakeJudge) -> None:
     judge.failures = 2
     (without_retries,) = score(judge, ["2"], ["2"])

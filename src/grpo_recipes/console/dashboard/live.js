@@ -1,11 +1,11 @@
-// Keep a page of `grpo dashboard` current: ask for a newer page, and put it in place of the content.
+// Keep a page of `grpo dashboard` current: ask whether there is a newer page, and load it.
 (() => {
   const POLL_MS = 2000, LATE_MS = 10000;
   const note = document.createElement("p");
   note.setAttribute("role", "status");
   note.hidden = true;
   document.body.append(note);
-  let version = document.currentScript.dataset.version;
+  const version = document.currentScript.dataset.version;
 
   // A selection, an open tooltip or a word in a search box would be lost.
   function isBusy() {
@@ -18,13 +18,7 @@
       const answer = await fetch(`?since=${version}`, { cache: "no-store" });
       if (!answer.ok) throw new Error(answer.statusText);
       note.hidden = true;
-      if (answer.status === 200) {
-        const page = await answer.text();
-        if (isBusy()) return POLL_MS;
-        if (!window.grpoReport) return location.reload();
-        window.grpoReport.replacePage(page);
-        version = answer.headers.get("ETag");
-      }
+      if (answer.status === 200 && !isBusy()) location.reload();
       return POLL_MS;
     } catch {
       note.textContent = "The dashboard does not answer. This page shows its last state.";

@@ -40,7 +40,7 @@ _CURVE_POINTS = 60
 _LIST_KEYS = ("step", "max_steps", "reward", "seconds/step")
 _PATTERNS = ("*/run.json", f"{CELLS}/*/run.json", f"{Sweep.parent}/*/{CELLS}/*/run.json")  # also trials of sweeps
 _WATCHED = (
-    "run.json", "summary.json", "metrics.jsonl", "eval.jsonl", "samples.jsonl", "eval_samples.jsonl",
+    "run.json", "summary.json", "metrics.jsonl", "eval.jsonl", "samples.jsonl",
     "benchmarks.json", "prompts.jsonl", "tracked.json", "lock", "trace.json",
 )  # fmt: skip
 _SCRIPT = (Path(__file__).parent / "live.js").read_text(encoding="utf-8")

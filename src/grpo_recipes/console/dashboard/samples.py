@@ -5,34 +5,32 @@ from pathlib import Path
 
 from grpo_recipes.runs.rundir import write_atomically
 
-_FILES = ("samples.jsonl", "eval_samples.jsonl")
-_LONG_BYTES = 50_000_000  # longer files are copied in part
+_FILE = "samples.jsonl"
+_LONG_BYTES = 50_000_000  # a longer file is copied in part
 _COPY_BYTES = 20_000_000
 
 
 class BoundedCopy:
-    """A folder with links to the files of a run, and with evenly spread rows of its long sample files.
+    """A folder with links to the files of a run, and with evenly spread rows of a long ``samples.jsonl``.
 
-    Each row of a long file is read once, except after a resume, which replaces the file.
+    Each row of the file is read once, except after a resume, which replaces the file.
     """
 
     def __init__(self, folder: Path, copies: Path):
         self._folder, self._copy = folder, copies / folder.name
-        self._rows = {name: _SpreadRows(folder / name) for name in _FILES}
+        self._rows = _SpreadRows(folder / _FILE)
 
     def update(self) -> Path:
-        """Return the run directory, or its copy with new rows if a sample file is long."""
-        long_files = [name for name in _FILES if _size(self._folder / name) > _LONG_BYTES]
-        if not long_files:
+        """Return the run directory, or its copy with new rows if the file is long."""
+        if _size(self._folder / _FILE) <= _LONG_BYTES:
             return self._folder
         self._copy.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in self._folder.iterdir():
             link = self._copy / path.name
-            if path.name not in long_files and not link.is_symlink():
+            if path.name != _FILE and not link.is_symlink():
                 with contextlib.suppress(FileExistsError):
                     link.symlink_to(path)
-        for name in long_files:
-            write_atomically(self._copy / name, self._rows[name].read_new().decode(errors="replace"))
+        write_atomically(self._copy / _FILE, self._rows.read_new().decode(errors="replace"))
         return self._copy
 
 
@@ -78,6 +76,7 @@ class _SpreadRows:
 
 
 def _size(path: Path) -> int:
+    """Return the bytes of a file, 0 if it does not exist."""
     with contextlib.suppress(OSError):
         return path.stat().st_size
     return 0

@@ -20,7 +20,7 @@ from grpo_recipes.errors import config_error
 from grpo_recipes.secrets import mask_secrets
 
 HOST = "127.0.0.1"
-_LOCAL_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")  # the port may be that of an SSH tunnel
+_LOCAL_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")  # an SSH tunnel may have another port
 _MOST_REQUESTS = 16  # at the same time; more connections are closed
 _REQUEST_SECONDS = 10.0  # limit of each read and write of a connection
 _HEADERS = {

@@ -63,7 +63,7 @@ async def llm_judge(
 ) -> list[float]:
     """Return the judge's grade of a single completion, from 0 to 1.
 
-    ``completions`` and ``prompts`` are lists with one chat or text, ``answer`` with one reference answer. With
+    ``completions`` and ``prompts`` contain a single chat or text, ``answer`` a single reference answer. With
     ``judge_mode: pairwise``, the grade is the fraction of comparisons with the reference answer that the completion
     wins, in both orders, where "equal" counts 0.5. Raise ValueError if a reply contains no grade, and the client's
     error if the server gives no reply.

@@ -20,31 +20,37 @@ REWARDS = (
 
 
 def _is_used(recipe: Recipe) -> bool:
+    """Return whether a recipe uses the reward."""
     return NAME in recipe["reward_funcs"]
 
 
 def _is_address(url: str) -> bool:
+    """Return whether a text is an http or https URL with a host."""
     parts = urlsplit(url)
     return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def _list_placeholders(recipe: Recipe) -> list[str]:
+    """Return the placeholders that ``judge_prompt`` may contain."""
     required, optional = PLACEHOLDERS[recipe["judge_mode"]]
     return [*required, *optional]
 
 
 def _find_unknown_placeholders(recipe: Recipe) -> list[str]:
+    """Return the placeholders of ``judge_prompt`` that do not exist."""
     names = re.findall(r"\{([a-z_]+)\}", recipe["judge_prompt"] or "")
     return [name for name in dict.fromkeys(names) if name not in _list_placeholders(recipe)]
 
 
 def _find_missing_placeholders(recipe: Recipe) -> list[str]:
+    """Return the required placeholders that ``judge_prompt`` lacks."""
     prompt = recipe["judge_prompt"]
     required, _ = PLACEHOLDERS[recipe["judge_mode"]]
     return [] if prompt is None else [name for name in required if f"{{{name}}}" not in prompt]
 
 
 def _suggest_placeholder(recipe: Recipe, _: str) -> str:
+    """Return the fix for an unknown placeholder: a missing one, or else any that exists."""
     return f"use {[*_find_missing_placeholders(recipe), *_list_placeholders(recipe)][0]}"
 
 
