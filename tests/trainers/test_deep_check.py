@@ -305,7 +305,7 @@ def test_a_template_renders_the_answers_of_tools(read, tmp_path, monkeypatch):
     keys["environment_max_turns"] = 4
     (problem,) = refused(read(**keys, chat_template=template), tmp_path)
     assert "the template cannot render messages of the roles user, assistant, tool: no tools" in problem
-    assert "episode    of verifiers:sums_tool: " in seen(
+    assert "episode    verifiers:sums_tool: " in seen(
         read(**keys, chat_template=template.replace(refusing, "")), tmp_path
     )
 
