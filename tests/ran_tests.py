@@ -10,10 +10,11 @@ from rotation import TIME_IS_OVER
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A line for each test: its outcome and its id without parameters. One that rests today has none."""
+    """Add a line for each test: its outcome and its id without parameters. A test that rests today has none."""
     file = os.environ.get("GRPO_RAN_TESTS")
     rests = report.skipped and TIME_IS_OVER in str(report.longrepr)
     if file and not rests and (report.when == "call" or not report.passed):  # a fixture can fail and skip as well
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
         with Path(file).open("a") as lines:
             lines.write(f"{report.outcome} {report.nodeid.partition('[')[0]}\n")
 

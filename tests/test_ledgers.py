@@ -114,7 +114,7 @@ def report(test: str, outcome: str, when: str = "call") -> pytest.TestReport:
 
 
 def test_results_are_recorded_without_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "ran"
+    file = tmp_path / "cache" / "ran"  # the folder does not exist before the first `make test` or `make e2e`
     monkeypatch.setenv("GRPO_RAN_TESTS", str(file))
     pytest_runtest_logreport(report("t.py::right[1-a]", "passed"))
     pytest_runtest_logreport(report("t.py::right[1-a]", "passed", "teardown"))
