@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -73,6 +74,28 @@ def test_a_server_whose_port_another_user_took_moves_to_another_port(fake_run, t
     output = capsys.readouterr().out
     assert f"port {first} (vllm_server_port) was taken by another process (pid " in output
     assert f"); using {last}" in output
+
+
+def test_a_server_keeps_its_port_if_the_old_listener_ends_a_little_later(fake_run, capsys):
+    run = fake_run()
+    first = run.attempt.plan.ports.server
+
+    def kill() -> None:
+        run.wait_for_step(2)
+        with run.held():
+            guard = psutil.Process(read_json(run.folder / "processes/server.json")["guard"])
+            guard.suspend()  # the launcher waits for it before it starts the next server
+            server = read_json(run.folder / "processes/server.json")["pid"]
+            run.kill("server")
+            run.wait_until(lambda: not psutil.pid_exists(server) or psutil.Process(server).status() == "zombie")
+            with socket.create_server(("127.0.0.1", first)):
+                guard.resume()
+                time.sleep(1.5)
+            run.wait_until(lambda: run.state() == {"epoch": 2, "state": "ready"})
+
+    assert run.then(kill).end() == Ending(0)
+    assert run.attempt.plan.ports.server == first and run.summary()["server_restarts"] == 1
+    assert "was taken" not in capsys.readouterr().out
 
 
 @needs_root

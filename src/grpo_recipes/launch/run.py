@@ -64,6 +64,7 @@ from grpo_recipes.process.reports import format_bytes, print_line, say
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.process.terminal import OUTPUT
 from grpo_recipes.process.tree import become_subreaper, end_descendants, reap
+from grpo_recipes.process.waiting import wait_until
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import EXTERNAL
 from grpo_recipes.runs import rundir
@@ -73,6 +74,8 @@ from grpo_recipes.runs.progress import has_trained
 from grpo_recipes.runs.trace import LAUNCHER, Trace
 from grpo_recipes.secrets import mask_environment, mask_secrets
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
+
+_PORT_SECONDS = 5.0  # a server's port is free within this time after the end of its processes
 
 
 def launch(options: resolve.Options, resources: Resources | None = None) -> int:
@@ -407,7 +410,8 @@ class Supervisor:
         Processes with the address in their command end, to restart. Raise ConfigError if the user has set the port.
         """
         host, old_port, _ = self._attempt.server_address()
-        if not find_listening_sockets(host, old_port):
+        # vLLM's engines share the socket of their server. On a busy machine, the old ones may end a little later.
+        if wait_until(lambda: not find_listening_sockets(host, old_port), _PORT_SECONDS):
             return
         if self._attempt.recipe.is_set("vllm_server_port"):
             raise make_busy_port_error(self._attempt.recipe, "vllm_server_port", find_listener(old_port))
