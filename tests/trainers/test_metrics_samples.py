@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_recipes.evaluate.scores import sum_weighted_rewards
-from grpo_recipes.trainers.metrics import LONGEST_TEXT, choose_rows, write_samples
+from grpo_recipes.trainers.samples import LONGEST_TEXT, choose_rows, write_samples
 
 from .tiny_training import train
 
@@ -51,6 +51,14 @@ def test_only_groups_that_begin_in_rank_0_are_chosen() -> None:
     assert choose_rows(totals, group=4, answered=2, count=2) == [1, 3]  # a group spread over ranks
 
 
+def test_a_prompt_of_the_first_generation_takes_the_part_of_the_first_group(tmp_path: Path) -> None:
+    assert choose_rows([0, 1, 0, 9, 2, 0], group=2, answered=6, count=4, first_group=4) == [4, 5, 3, 2]
+    trainer = FakeTrainer(tmp_path)
+    trainer.row(["36"] * 4)
+    trainer._logs["prompt"] = ["another question", "another question", "question", "question"]
+    assert [sample["prompt"] for sample in trainer.row(["36"] * 4)["samples"]][:2] == ["question", "question"]
+
+
 class FakeTrainer:
     """TRL's state after a generation of two prompts with two completions each."""
 
@@ -65,10 +73,12 @@ class FakeTrainer:
             "completion": [completion] * 4,
             "advantages": [0.70710678, -0.70710678, 0.0, 0.0],
         }
+        self.eos_token_ids, self._tokenizer = [2], SimpleNamespace(pad_token_id=0)
+        self.completion_ids = [[5, 2], [5, 6, 7], [5, 0]]  # the fourth row belongs to another rank
 
     def row(self, answers: list[Any], episodes: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-        write_samples(self._samples_file, self, answers, episodes)
-        (line,) = self._samples_file.read_text().splitlines()
+        write_samples(self._samples_file, self, answers, self.completion_ids, episodes)
+        line = self._samples_file.read_text().splitlines()[-1]
         return json.loads(line)
 
 
@@ -82,7 +92,11 @@ def test_a_row_holds_texts_scores_and_advantages(tmp_path: Path) -> None:
         "reward": 1.5,
         "rewards": {"a": 1.0, "b": 1.0},
         "advantage": 0.7071,
+        "tokens": 2,
+        "truncated": False,
     }
+    lengths = [(sample.get("tokens"), sample.get("truncated")) for sample in row["samples"]]
+    assert lengths == [(2, False), (3, True), (None, None), (2, False)]
     assert [sample["answer"] for sample in row["samples"]] == ["36", "36", "7", "7"]
     assert {"a": 0.3333, "b": 1.0} in [sample["rewards"] for sample in row["samples"]]
     assert row["samples"][3]["rewards"] == {"a": None, "b": None} and row["samples"][3]["reward"] is None

@@ -38,13 +38,13 @@ from grpo_recipes.trainers.metrics import (
     MetricsRows,
     replace_logged_advantages,
     to_json_number,
-    write_samples,
 )  # fmt: skip
 from grpo_recipes.trainers.micro_batches import MicroBatches
 from grpo_recipes.trainers.model import configured_reference, loaded_by_every_rank, merge_parameters, reject_shards
 from grpo_recipes.trainers.passes import compute_in_trimmed_passes
 from grpo_recipes.trainers.protocol import Computed
 from grpo_recipes.trainers.rank import keep_outputs_as_computed
+from grpo_recipes.trainers.samples import write_samples
 from grpo_recipes.trainers.sampling import building_vllm_client, changing_sampling
 from grpo_recipes.trainers.temperatures import compute_at_own_temperatures
 from grpo_recipes.weights.guard import WeightsDiffer
@@ -228,7 +228,8 @@ class GRPOTrainer(trl.GRPOTrainer):
                 replace_logged_advantages(self, advantages_B.to(trl_advantages_B))
             if self.accelerator.is_main_process and self.args.report_samples > 0:
                 episodes = self.source.records if self.source else None
-                write_samples(self._samples_file, self, [row.get("answer") for row in inputs], episodes)
+                answers = [row.get("answer") for row in inputs]
+                write_samples(self._samples_file, self, answers, self.completion_ids, episodes)
         self.checks.check_server(output, synced=self.rollouts.transfers != transfers)
         if self.source is not None:
             self.source.finish_generation(output)
@@ -270,7 +271,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.scoring.mark_unscored(rewards_BR, prompts, completions)
         if self.evaluation.rewards is not None:
             self.evaluation.add(rewards_BR, completions)
-        self.rewards_BR = rewards_BR
+        self.rewards_BR, self.completion_ids = rewards_BR, completion_ids_list
         return rewards_BR
 
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:

@@ -1,8 +1,7 @@
-"""Write ``metrics.jsonl``, ``samples.jsonl`` and ``eval.jsonl`` of a run, and run its evaluations.
+"""Write ``metrics.jsonl`` and ``eval.jsonl`` of a run, and run its evaluations.
 
 ``MetricsRows`` times the phases of a step, reports them to the launcher, and writes a row for each optimizer step.
-``write_samples`` writes completions for a person to read. ``Evaluation`` writes a row for each evaluation, and leaves
-the training unchanged.
+``Evaluation`` writes a row for each evaluation, and leaves the training unchanged.
 """
 
 import hashlib
@@ -22,20 +21,16 @@ from accelerate.data_loader import IterableDatasetShard
 from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
-from grpo_recipes.evaluate.scores import average_rewards, extract_answer, score_groups, sum_weighted_rewards
+from grpo_recipes.evaluate.scores import average_rewards, extract_answer, score_groups
 from grpo_recipes.process.reports import PhaseFile
 from grpo_recipes.recipe.generated import recorded_columns, recorded_values
 from grpo_recipes.runs.rundir import read_rows, write_json
 from grpo_recipes.runs.stop_request import Stopped
 from grpo_recipes.runs.trace import TimedBlock, Trace, measure_process_age
-from grpo_recipes.secrets import mask_secrets
 from grpo_recipes.trainers.checkpoints import capture_random_states, copy_containers, replace_contents
 from grpo_recipes.trainers.protocol import InnerTrainer
 
 PHASES = ("sample", "score", "sync", "save", "evaluate")
-LONGEST_TEXT = 4000  # characters
-_LONGEST_EPISODE = 16_000  # characters of all texts of an episode
-_SHORTEST_CUT = 200  # least characters of a cut text of an episode
 
 
 class MetricsRows:
@@ -214,93 +209,6 @@ def replace_logged_advantages(trainer: InnerTrainer, advantages_B: torch.Tensor)
     for _ in range(min(len(advantages_B), len(logged))):  # TRL has just appended the generation's own
         logged.pop()
     logged.extend(advantages_B.tolist())
-
-
-def write_samples(
-    file: Path, trainer: InnerTrainer, answers: list[Any], episodes: list[dict[str, Any]] | None = None
-) -> None:
-    """Append a row to ``file``: all rewards of the generation that TRL just logged, and some completions to read.
-
-    ``answers`` are the reference answers of rank 0's rows. ``episodes`` are the records of completions, (B,), that come
-    from environments.
-    """
-    logs, group_size, names = trainer._logs, trainer.num_generations, trainer.reward_func_names
-    prompts, completions, advantages = (list(logs[name]) for name in ("prompt", "completion", "advantages"))
-    rewards_BR = trainer.rewards_BR[-len(prompts) :]
-    totals = [_round_or_none(total) for total in sum_weighted_rewards(rewards_BR, trainer.reward_weights).tolist()]
-    samples = []
-    for row in choose_rows(totals, group_size, len(answers), trainer.args.report_samples):
-        answer = answers[row - row % group_size]
-        samples.append(
-            {
-                "prompt": _format_text(prompts[row], roles=True),
-                "completion": _format_text(completions[row], roles=len(completions[row]) > 1),
-                "answer": None if answer is None else _format_text(str(answer)),
-                "reward": totals[row],
-                "rewards": dict(zip(names, map(_round_or_none, rewards_BR[row].tolist()), strict=True)),
-                "advantage": _round_or_none(advantages[row]),
-                **({"episode": _shorten_episode(episodes[row])} if episodes else {}),
-            }
-        )
-    append_json(file, {"step": trainer.state.global_step + 1, "rewards": totals, "samples": samples})
-
-
-def choose_rows(totals: list[float | None], group: int, answered: int, count: int) -> list[int]:
-    """Choose ``count`` rows by their rewards, (B,), to show: from the first group and the group with most spread.
-
-    Only groups that begin in the first ``answered`` rows count, because rank 0 knows their answers. The rows of a group
-    come in the order best, worst, second best, and so on.
-    """
-
-    def spread(start: int) -> float:
-        scored = [total for total in totals[start : start + group] if total is not None]
-        return max(scored) - min(scored) if scored else -1.0
-
-    def reward_of(row: int) -> float:
-        total = totals[row]
-        return -math.inf if total is None else total
-
-    def extremes(start: int, most: int) -> list[int]:
-        rows = range(start, min(start + group, len(totals)))
-        ranked = sorted(rows, key=reward_of, reverse=True)
-        return [ranked.pop(-(index % 2)) for index in range(len(rows))][:most]
-
-    widest = max(range(group, min(answered, len(totals)), group), key=spread, default=0)
-    return extremes(0, count - count // 2) + extremes(widest, count // 2) if widest else extremes(0, count)
-
-
-def _shorten_episode(record: dict[str, Any]) -> Any:
-    """Return an episode's record with secrets masked and long texts cut, shorter if it has many turns."""
-    longest = max(_SHORTEST_CUT, _LONGEST_EPISODE // (1 + 2 * len(record["turns"])))
-
-    def shorten(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {mask_secrets(str(name)): shorten(item) for name, item in value.items()}
-        if isinstance(value, list):
-            return [shorten(item) for item in value]
-        return _format_text(value, longest=longest) if isinstance(value, str) else to_json_number(value)
-
-    return shorten(record)
-
-
-def _format_text(content: Any, roles: bool = False, longest: int = LONGEST_TEXT) -> str:
-    """Return a text or joined chat messages with secrets masked, cut to ``longest`` characters.
-
-    ``roles`` writes the role above each message. A cut text tells how many characters are missing.
-    """
-    if not isinstance(content, str):
-        contents = [message.get("content") for message in content]
-        texts = [text if isinstance(text, str) else json.dumps(text) for text in contents]
-        heads = [f"[{message['role']}]\n" if roles else "" for message in content]
-        content = "\n\n".join(head + text for head, text in zip(heads, texts, strict=True))
-    text = mask_secrets(content)
-    excess = len(text) - longest
-    return text if excess <= 0 else f"{text[:longest]} […{excess:,} more characters]"
-
-
-def _round_or_none(value: float) -> float | None:
-    """Return a number with 4 decimals, or None if it is not finite."""
-    return round(value, 4) if math.isfinite(value) else None
 
 
 class Evaluation:

@@ -84,6 +84,7 @@ class InnerTrainer(SamplingTrainer, Protocol):
     aux_loss_enabled: bool
     current_gradient_accumulation_steps: int
     _step: int
+    _tokenizer: Any  # of the processor, for models that see images
     _tr_loss: torch.Tensor
     _buffered_inputs: list[dict[str, Any]] | None
 

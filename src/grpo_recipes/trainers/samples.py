@@ -1,0 +1,132 @@
+"""Write ``samples.jsonl``: the rewards of each generation, and some of its completions for a person to read.
+
+``write_samples`` chooses groups that are worth reading: a prompt that the first row has too, if the generation contains
+one, otherwise the first group, and the group with the largest difference in rewards.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.evaluate.scores import sum_weighted_rewards
+from grpo_recipes.runs.rundir import load_json_mapping
+from grpo_recipes.secrets import mask_secrets
+from grpo_recipes.trainers.metrics import append_json, to_json_number
+from grpo_recipes.trainers.protocol import InnerTrainer
+
+LONGEST_TEXT = 4000  # characters
+_LONGEST_EPISODE = 16_000  # characters of all texts of an episode
+_SHORTEST_CUT = 200  # least characters of a cut text of an episode
+
+
+def write_samples(
+    file: Path, trainer: InnerTrainer, answers: list[Any], completion_ids: list[list[int]],
+    episodes: list[dict[str, Any]] | None = None,
+) -> None:  # fmt: skip
+    """Append a row to ``file``: all rewards of the generation that TRL just logged, and some completions to read.
+
+    ``answers`` and ``completion_ids`` are the reference answers and the tokens of rank 0's rows. ``episodes`` are the
+    records of completions, (B,), that come from environments.
+    """
+    logs, group_size, names = trainer._logs, trainer.num_generations, trainer.reward_func_names
+    prompts, completions, advantages = (list(logs[name]) for name in ("prompt", "completion", "advantages"))
+    rewards_BR = trainer.rewards_BR[-len(prompts) :]
+    totals = [_round_or_none(total) for total in sum_weighted_rewards(rewards_BR, trainer.reward_weights).tolist()]
+    starts, first_prompts = range(0, min(len(answers), len(prompts)), group_size), _read_first_prompts(file)
+    recurring = next((start for start in starts if _format_text(prompts[start], roles=True) in first_prompts), 0)
+    samples = []
+    for row in choose_rows(totals, group_size, len(answers), trainer.args.report_samples, recurring):
+        answer = answers[row - row % group_size]
+        episode = {"episode": _shorten_episode(episodes[row])} if episodes else {}
+        samples.append(
+            {
+                "prompt": _format_text(prompts[row], roles=True),
+                "completion": _format_text(completions[row], roles=len(completions[row]) > 1),
+                "answer": None if answer is None else _format_text(str(answer)),
+                "reward": totals[row],
+                "rewards": dict(zip(names, map(_round_or_none, rewards_BR[row].tolist()), strict=True)),
+                "advantage": _round_or_none(advantages[row]),
+                **(episode or _measure(trainer, completion_ids, row)),
+            }
+        )
+    append_json(file, {"step": trainer.state.global_step + 1, "rewards": totals, "samples": samples})
+
+
+def _measure(trainer: InnerTrainer, completion_ids: list[list[int]], row: int) -> dict[str, Any]:
+    """Return the number of tokens of a completion, and whether it was truncated; {} for a row of another rank."""
+    if row >= len(completion_ids) or not completion_ids[row]:
+        return {}
+    ends = [*trainer.eos_token_ids, trainer._tokenizer.pad_token_id]  # as in TRL's metrics
+    return {"tokens": len(completion_ids[row]), "truncated": completion_ids[row][-1] not in ends}
+
+
+def _read_first_prompts(file: Path) -> set[str]:
+    """Return the prompts of the first row of ``samples.jsonl``; an empty set without a row."""
+    if not file.exists():
+        return set()
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        row = load_json_mapping(lines.readline()) or {}
+    return {sample["prompt"] for sample in row.get("samples", [])}
+
+
+def choose_rows(totals: list[float | None], group: int, answered: int, count: int, first_group: int = 0) -> list[int]:
+    """Choose ``count`` rows by their rewards, (B,), to show: from the first group and the group with most spread.
+
+    ``first_group`` is the row at which another group begins that takes the part of the first group.
+
+    Only groups that begin in the first ``answered`` rows count, because rank 0 knows their answers. The rows of a group
+    come in the order best, worst, second best, and so on.
+    """
+
+    def spread(start: int) -> float:
+        scored = [total for total in totals[start : start + group] if total is not None]
+        return max(scored) - min(scored) if scored else -1.0
+
+    def reward_of(row: int) -> float:
+        total = totals[row]
+        return -math.inf if total is None else total
+
+    def extremes(start: int, most: int) -> list[int]:
+        rows = range(start, min(start + group, len(totals)))
+        ranked = sorted(rows, key=reward_of, reverse=True)
+        return [ranked.pop(-(index % 2)) for index in range(len(rows))][:most]
+
+    others = [start for start in range(0, min(answered, len(totals)), group) if start != first_group]
+    if not others:
+        return extremes(first_group, count)
+    return extremes(first_group, count - count // 2) + extremes(max(others, key=spread), count // 2)
+
+
+def _shorten_episode(record: dict[str, Any]) -> Any:
+    """Return an episode's record with secrets masked and long texts cut, shorter if it has many turns."""
+    longest = max(_SHORTEST_CUT, _LONGEST_EPISODE // (1 + 2 * len(record["turns"])))
+
+    def shorten(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {mask_secrets(str(name)): shorten(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [shorten(item) for item in value]
+        return _format_text(value, longest=longest) if isinstance(value, str) else to_json_number(value)
+
+    return shorten(record)
+
+
+def _format_text(content: Any, roles: bool = False, longest: int = LONGEST_TEXT) -> str:
+    """Return a text or joined chat messages with secrets masked, cut to ``longest`` characters.
+
+    ``roles`` writes the role above each message. A cut text tells how many characters are missing.
+    """
+    if not isinstance(content, str):
+        contents = [message.get("content") for message in content]
+        texts = [text if isinstance(text, str) else json.dumps(text) for text in contents]
+        heads = [f"[{message['role']}]\n" if roles else "" for message in content]
+        content = "\n\n".join(head + text for head, text in zip(heads, texts, strict=True))
+    text = mask_secrets(content)
+    excess = len(text) - longest
+    return text if excess <= 0 else f"{text[:longest]} […{excess:,} more characters]"
+
+
+def _round_or_none(value: float) -> float | None:
+    """Return a number with 4 decimals, or None if it is not finite."""
+    return round(value, 4) if math.isfinite(value) else None
