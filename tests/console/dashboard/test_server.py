@@ -24,6 +24,7 @@ from grpo_recipes.console.dashboard.command import Pages, find_folder
 from grpo_recipes.console.dashboard.pages import LivePage
 from grpo_recipes.console.dashboard.samples import BoundedCopy
 from grpo_recipes.console.dashboard.server import Dashboard
+from grpo_recipes.console.report.page import Polling
 from grpo_recipes.errors import ConfigError
 
 from ..report.synthetic_runs import make_run
@@ -129,7 +130,7 @@ class SlowPage(LivePage):
     def read_state(self) -> object:
         return 0
 
-    def render(self) -> str:
+    def render(self, polling: Polling) -> str:
         time.sleep(2)
         return "<body></body>"
 

@@ -128,7 +128,7 @@ def test_read_out_and_slider_say_what_the_run_has(browser_views: BrowserViews) -
         view = browser_views.views["run", width]
         lines = view["tip"].splitlines()
         assert lines[0] == "step 80"
-        assert re.fullmatch(r"training: 0\.\d+ \(0\.\d+ to 0\.\d+\)", lines[1])
+        assert re.fullmatch(r"training: 0\.\d+ \(0\.\d+ to 0\.\d+\), unsmoothed 0\.\d+", lines[1])
         assert re.fullmatch(r"evaluation: 0\.\d+ at 78", lines[2])
         assert view["steps"] == [["80"], ["77"]]
 

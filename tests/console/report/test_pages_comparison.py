@@ -75,7 +75,7 @@ def test_few_seeds_are_drawn_one_by_one(tmp_path: Path) -> None:
     assert curve.band is None
     assert list(curve.faint) == [run.metrics.column("reward") for run in runs]
     text = render_comparison_page(runs)
-    assert text.count('class="faint c1"') >= 4 and "faint: single seeds" in text and "95 % interval" not in text
+    assert text.count('<path class="faint"') >= 4 and "faint: single seeds" in text and "95 % interval" not in text
     assert f"seeds {min(group.finals):.3g} to {max(group.finals):.3g}" in text
 
 
@@ -177,7 +177,7 @@ def test_more_runs_than_colours_are_told_apart(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, *[{"steps": 5, "recipe": {"beta": (0.01 * n, "x.yaml:1")}} for n in range(9)])
     groups = group_runs(runs)
     assert len({(group.colour, group.kind) for group in groups}) == 9
-    assert 'class="line dashed c2"' in render_comparison_page(runs)
+    assert re.search(r'class="curve c2" [^>]*data-kind="line dashed"', render_comparison_page(runs))
 
 
 def test_a_run_named_twice_counts_once(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_time_is_minutes_in_steps(tmp_path: Path) -> None:
     (figure,) = [text for text in figures if "Reward by time" in text]
     (xs,) = re.findall(r'<figure[^>]*data-x="([^"]*)"', figure)
     assert float(xs.split()[-1]) == pytest.approx(minutes, rel=1e-3)
-    assert 'data-low="0"' in figure and 'data-xname="min"' in figure
+    assert 'data-frame="0 ' in figure and 'data-xname="min"' in figure
 
 
 @pytest.mark.parametrize("interval", [{}, {"pass@1_ci": None}])

@@ -117,15 +117,15 @@ def test_numbers_of_episodes_are_curves(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         done = row["step"] / 10
-        row |= {"episodes/won": done, "episodes/legal": 0.5, "episodes/turns": 3.0, "episodes/useful": done / 2}
-        row |= {"episodes/unfinished": 0.0, "episodes/unscored": 0.25, "episodes/odd": 4.0}
+        row |= {"episodes/won": done, "episodes/legal": done, "episodes/turns": 3.0, "episodes/useful": done / 2}
+        row |= {"episodes/unfinished": 0.0, "episodes/unscored": done / 4, "episodes/odd": 4.0}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = page_of(folder).text
     charts = drawn((folder / "report.html").read_text())
     assert values(charts["Won"])[-1] == "1" and ">100 %<" in charts["Won"]
-    assert {"Legal actions", "Episode length", "Failed episodes"} < charts.keys()
+    assert {"Legal actions", "Failed episodes"} < charts.keys()
     assert values(charts["useful"])[-1] == "0.5" and "Unfinished episodes" not in charts
-    assert re.search(r"Constant: .*episodes/odd 4", text)
+    assert "Episode length" not in charts and re.search(r"Constant: .*episodes/odd 4, .*episodes/turns 3", text)
 
 
 def test_an_episode_that_begins_at_its_end_is_shown() -> None:

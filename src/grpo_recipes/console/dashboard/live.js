@@ -18,7 +18,10 @@
       const answer = await fetch(`?since=${version}`, { cache: "no-store" });
       if (!answer.ok) throw new Error(answer.statusText);
       note.hidden = true;
-      if (answer.status === 200 && !isBusy()) location.reload();
+      if (answer.status === 200 && !isBusy()) {
+        document.dispatchEvent(new Event("report:reload"));
+        location.reload();
+      }
       return POLL_MS;
     } catch {
       note.textContent = "The dashboard does not answer. This page shows its last state.";

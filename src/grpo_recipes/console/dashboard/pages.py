@@ -4,9 +4,7 @@ Rows of ``metrics.jsonl`` are read once for the list. The report reads the run's
 ``samples.jsonl``: it reads a bounded copy that the dashboard extends with new rows.
 """
 
-import base64
 import hashlib
-import re
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -15,11 +13,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from grpo_recipes.cli.follow import target_state
 from grpo_recipes.console.dashboard.samples import BoundedCopy
-from grpo_recipes.console.report.page import NOTHING, render
+from grpo_recipes.console.report.page import NOTHING, InlineFile, Polling, render
 from grpo_recipes.console.report.pages import render_run_page
 from grpo_recipes.console.report.read import read_run
 from grpo_recipes.console.sweep.folder import Sweep
@@ -43,7 +41,7 @@ _WATCHED = (
     "run.json", "summary.json", "metrics.jsonl", "eval.jsonl", "samples.jsonl",
     "benchmarks.json", "prompts.jsonl", "tracked.json", "lock", "trace.json",
 )  # fmt: skip
-_SCRIPT = (Path(__file__).parent / "live.js").read_text(encoding="utf-8")
+_SCRIPT = InlineFile((Path(__file__).parent / "live.js").read_text(encoding="utf-8"))
 
 
 class LivePage(ABC):
@@ -60,9 +58,9 @@ class LivePage(ABC):
         with self._lock:
             if time.monotonic() >= self._next_render and (state := self.read_state()) != self._state:
                 start = time.monotonic()
-                page = self.render()
-                version = hashlib.sha256(re.sub(r"<footer>.*</footer>", "", page).encode()).hexdigest()[:16]
-                self._state, self._page, self._version = state, add_script(page, version), version
+                version = hashlib.sha256(repr(state).encode()).hexdigest()[:16]
+                page = self.render(Polling(_SCRIPT, version))
+                self._state, self._page, self._version = state, page, version
                 now = time.monotonic()
                 self._next_render = now + _IDLE_SHARE * (now - start)
             return self._page, self._version
@@ -72,8 +70,8 @@ class LivePage(ABC):
         """Return a value that changes with the page, without reading long files."""
 
     @abstractmethod
-    def render(self) -> str:
-        """Return the page as HTML."""
+    def render(self, polling: Polling) -> str:
+        """Return the page as HTML, with the script that keeps it current."""
 
 
 class RunPage(LivePage):
@@ -87,18 +85,13 @@ class RunPage(LivePage):
         """Return size and time of the files that the report shows."""
         return _read_file_states(self._folder)
 
-    def render(self) -> str:
+    def render(self, polling: Polling) -> str:
         """Return the report, or a page with the error if a file is damaged."""
         try:
-            folder = self._copy.update()
-            page = render_run_page(read_run(folder), Path("elsewhere"))
+            return render_run_page(read_run(self._copy.update()), None, self._folder, polling)
         except ConfigError as error:
             return render("page.html.j2", title=self._folder.name, badges=[], name=self._folder.name,
-                          headline=str(error.problems[0]), sections=[])  # fmt: skip
-        if folder != self._folder:
-            page = page.replace(str(escape(display_path(folder))), str(escape(display_path(self._folder))))
-        # The script of the dashboard replaces the report's own reload.
-        return re.sub(r'<span class="live"[^<]*</span>|<noscript>.*?</noscript>', "", page)
+                          headline=str(error.problems[0]), sections=[], polling=polling)  # fmt: skip
 
 
 class ListPage(LivePage):
@@ -118,7 +111,7 @@ class ListPage(LivePage):
         """Return size and time of each run's files."""
         return [(folder, _read_file_states(folder)) for folder in self.list_folders()]
 
-    def render(self) -> str:
+    def render(self, polling: Polling) -> str:
         """Return the list as HTML."""
         folders = self.list_folders()
         self._rows = {folder: self._rows.get(folder) or _RunRows(folder) for folder in folders}
@@ -136,6 +129,7 @@ class ListPage(LivePage):
         return render(
             "page.html.j2", title=f"Runs in {display_path(self._root)}", badges=[], name=display_path(self._root),
             headline=headline, sections=[("Runs", table.format(head, Markup("").join(cells)))] if folders else [],
+            polling=polling,
         )  # fmt: skip
 
     def _render_row(self, folder: Path, state: str, has_ended: bool) -> Markup:
@@ -206,11 +200,3 @@ def draw_small_curve(values: Sequence[float]) -> Markup:
         '<svg width="{0}" height="{1}" viewBox="0 0 {0} {1}" role="img" aria-label="reward from {2:.3g} to {3:.3g}">'
         '<polyline points="{4}" fill="none" stroke="currentColor" stroke-width="1.5"/></svg>'
     ).format(width, height, means[0], means[-1], points)
-
-
-def add_script(page: str, version: str) -> str:
-    """Add the script that keeps a page current, and allow it in the page's security policy."""
-    digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
-    page = re.sub(r"script-src '([^']+)'", rf"script-src '\1' 'sha256-{digest}'; connect-src 'self'", page, count=1)
-    head, end, tail = page.rpartition("</body>")
-    return f'{head}<script data-version="{version}">{_SCRIPT}</script>{end}{tail}'

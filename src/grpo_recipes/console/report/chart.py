@@ -1,7 +1,8 @@
 """Compute charts for ``charts.html.j2``: axes, thinned curves and their SVG paths.
 
 A drawing has ``WIDTH`` by ``HEIGHT`` units and stretches to any width; its letters and lines keep their size. Charts
-are drawn here and not by a JavaScript library, so they are readable without scripts and no file is vendored.
+are drawn here, so they are readable without scripts. ``assets/charts.js`` draws the same SVG again after a zoom, with
+another smoothing or on another axis. A curve has at most 240 points, so no chart library is needed.
 """
 
 import bisect
@@ -9,9 +10,9 @@ import functools
 import itertools
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_recipes.console.report.page import ENOUGH_SEEDS, clamp, format_number, format_points, use_minus_signs
 from grpo_recipes.console.report.read import Column, Scored, Table
@@ -135,17 +136,55 @@ class Curve:
     faint: Sequence[Column] = ()  # values behind the line, which is their mean: single values, or one line per seed
     band: tuple[Column, Column] | None = None  # lower and upper edge of the area around the line
     band_label: str = ""  # meaning of the area; with a label, the read-out shows its range
+    raw: Column | None = None  # the values of the line before smoothing; None: the line is not smoothed
+    seeds: Sequence[Column] = ()  # one line per seed before smoothing, if ``faint`` has one line per seed
+    clock: int = 0  # index of the ``Clock`` of its runs on the page
+
+    @property
+    def values(self) -> Column:
+        """The values before smoothing, which the script smooths with another window."""
+        return self.line if self.raw is None else self.raw
 
     @property
     def ranges(self) -> str:
-        """The lower and upper edge of the band at each point, as text for page.js; "" if the band has no label."""
-        pairs = zip(*self.band, strict=True) if self.band and self.band_label else ()
+        """The lower and upper edge of the band at each point, as text for the script; "" without a band."""
+        pairs = zip(*self.band, strict=True) if self.band else ()
         return " ".join("-" if None in pair else format_points(pair).replace(" ", ":") for pair in pairs)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Minutes and tokens at each point of the curves of some runs, for the other horizontal axes of the page."""
+
+    steps: Sequence[float]  # (N,)
+    minutes: Column  # (N,) minutes in steps up to each point; [] if unknown
+    tokens: Column  # (N,) tokens trained on up to each point; [] if unknown
+    rows: int  # number of steps before thinning
+    window: int  # number of steps over which curves are smoothed at first
+
+
+def make_clock(tables: Sequence[Table]) -> Clock:
+    """Return the clock of the runs of a group, from one table of metrics per run: means over the runs."""
+    longest = max((table.steps for table in tables), key=len)
+    ends = [part.stop - 1 if part.start else 0 for part in split_rows(len(longest))]
+    minutes: list[Column] = [
+        [total / 60 for total in itertools.accumulate(value or 0.0 for value in table.column("seconds/step"))]
+        for table in tables
+        if table.known("seconds/step")
+    ]
+    tokens = [table.column("num_tokens") for table in tables if table.known("num_tokens")]
+
+    def average(lines: Sequence[Column]) -> Column:
+        """Return the mean over the runs that have a value, at each point; [] without runs."""
+        return [mean(drop_missing(line[end] for line in lines if end < len(line))) for end in ends] if lines else []
+
+    steps, rows = [longest[end] for end in ends], len(longest)
+    return Clock(steps, average(minutes), average(tokens), rows, choose_window(rows))
 
 
 def make_curve(
     tables: Sequence[Table], name: str, label: str, colour: int = 1, kind: str = "line", *, window: int | None = None,
-    behind: bool = True, limits: tuple[float | None, float | None] = (None, None),
+    behind: bool = True, limits: tuple[float | None, float | None] = (None, None), clock: int = 0,
 ) -> Curve:  # fmt: skip
     """Return a smoothed curve of the metric ``name``; ``tables`` has one table of metrics per run.
 
@@ -158,20 +197,22 @@ def make_curve(
     parts, window = split_rows(len(longest)), window or choose_window(len(longest))
     xs = [longest[part.stop - 1 if part.start else 0] for part in parts]  # the first point is at the start of the axis
     lines = [smooth_values(table.column(name), parts, window) for table in tables]
+    raws = [smooth_values(table.column(name), parts) for table in tables] if window > 1 else lines
+    columns = [drop_missing(column) for column in zip(*lines, strict=True)]
+    line, raw = ([mean(drop_missing(column)) for column in zip(*rows, strict=True)] for rows in (lines, raws))
+    curve = Curve(label, xs, line, colour, kind, raw=raw, clock=clock)
     if len(tables) > 1:
-        columns = [drop_missing(column) for column in zip(*lines, strict=True)]
-        line = [mean(column) for column in columns]
         if len(tables) < ENOUGH_SEEDS:
-            return Curve(label, xs, line, colour, kind, faint=lines)
+            return replace(curve, faint=lines, seeds=raws)
         band = make_band(line, [t_interval_half_width(column) for column in columns], limits)
-        return Curve(label, xs, line, colour, kind, band=band, band_label="95 %")
-    values, line = tables[0].column(name), lines[0]
+        return replace(curve, band=band, band_label="95 %")
+    values = tables[0].column(name)
     if not behind:
-        return Curve(label, xs, line, colour, kind)
+        return curve
     if len(parts) == len(values):
-        return Curve(label, xs, line, colour, kind, faint=[values] if line != values else ())
+        return replace(curve, faint=[values] if line != values else ())
     low, high = ([end(drop_missing(values[part]), default=None) for part in parts] for end in (min, max))
-    return Curve(label, xs, line, colour, kind, band=(low, high))
+    return replace(curve, band=(low, high))
 
 
 def make_band(
@@ -218,6 +259,7 @@ class Chart:
     unit: str = ""  # unit of the values
     y_name: str = ""  # title of the vertical axis, if the chart's title is not enough
     large: bool = False  # twice the height and the whole width
+    smooth: bool = True  # whether the page's smoothing applies
 
     @functools.cached_property
     def across(self) -> Axis:
@@ -266,15 +308,13 @@ class Chart:
         parts = []
         for stretch in split_at_gaps(list(zip(xs, *edges, strict=True))):
             xs_of_stretch, *values = zip(*stretch, strict=True)
-            lines = [
-                [self._format_point(x, y) for x, y in zip(xs_of_stretch, column, strict=True)] for column in values
-            ]
+            lines = [[self._locate(x, y) for x, y in zip(xs_of_stretch, column, strict=True)] for column in values]
             if len(lines) == 2:
-                parts.append(f"M{'L'.join(lines[1] + lines[0][::-1])}z")
+                parts.append(f"{_connect(lines[1] + lines[0][::-1])}z")
             elif kind == "dots" or len(stretch) == 1:
-                parts += [f"M{point}h0" for point in lines[0]]
+                parts += [f"M{x} {y}h0" for x, y in lines[0]]
             else:
-                parts.append(f"M{'L'.join(lines[0])}")
+                parts.append(_connect(lines[0]))
         return "".join(parts)
 
     def lone_points(self, curve: Curve) -> str:
@@ -285,11 +325,18 @@ class Chart:
         if curve.kind in ("dots", "layer"):
             return ""
         parts = split_at_gaps(list(zip(curve.x, curve.line, strict=True)))
-        return "".join(f"M{self._format_point(*part[0])}h0" for part in parts if len(part) == 1)
+        points = (self._locate(*part[0]) for part in parts if len(part) == 1)
+        return "".join(f"M{x} {y}h0" for x, y in points)
 
-    def _format_point(self, x: float, y: float) -> str:
-        """Return the SVG coordinates "X Y" of a point, in units of the drawing (2000 wide, 1000 high, Y downwards)."""
-        return f"{round(WIDTH * self.across.locate(x))} {round(HEIGHT * (1 - self.up.locate(y)))}"
+    def _locate(self, x: float, y: float) -> tuple[int, int]:
+        """Return the coordinates of a point in units of the drawing (2000 wide, 1000 high, Y downwards)."""
+        return round(WIDTH * self.across.locate(x)), round(HEIGHT * (1 - self.up.locate(y)))
+
+
+def _connect(points: Sequence[tuple[int, int]]) -> str:
+    """Return an SVG path along points; relative coordinates make it short."""
+    moves = (f"{c - a} {d - b}" for (a, b), (c, d) in itertools.pairwise(points))
+    return f"M{points[0][0]} {points[0][1]}l{' '.join(moves)}".replace(" -", "-")
 
 
 @dataclass(frozen=True)
@@ -302,6 +349,16 @@ class Histogram:
     up: Axis  # axis of the bars
     shares: Sequence[Sequence[float]]  # (N, R) share of each step's completions per bin; rows sum to 1
     ends: Sequence[tuple[str, Sequence[float]]]  # name and shares of the first steps, and of the last steps
+
+    @property
+    def cells(self) -> dict[str, str]:
+        """Opacity -> an SVG path of the cells with it, one unit wide and high. Cells with a larger share are darker."""
+        most, paths = max(map(max, self.shares), default=0.0) or 1.0, defaultdict[str, str](str)
+        for column, shares in enumerate(self.shares):
+            for row, share in enumerate(reversed(shares)):
+                if share:
+                    paths[f"{(share / most) ** 0.7:.2f}"] += f"M{column} {row}h1v1h-1z"
+        return paths
 
     def marks(self) -> Marks:
         """Return at most 8 labels of bins with their positions from 0 to 1, for the axis of rewards."""

@@ -14,6 +14,7 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ NOTHING = "\u2013"  # an en dash
 SMOKE_BADGE = ("smoke test, not an experiment", "smoke")
 ENOUGH_SEEDS = 5  # with fewer seeds, the interval of the mean is too wide to be useful: show single seeds instead
 _HERE = Path(__file__).parent
+# Files of ``assets/`` in their order on the page.
+_STYLES = ("base.css", "charts.css", "tables.css", "completions.css", "screens.css")
+_SCRIPTS = ("memory.js", "charts.js", "linked.js", "export.js", "completions.js", "reader.js", "reload.js")
 # Control characters, soft hyphen, direction marks and overrides, zero-width and tag characters, lone surrogates.
 _HIDDEN = (
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
@@ -69,7 +73,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_points(values: Iterable[float | None]) -> str:
-    """Return numbers as text for page.js: integers in full, others with four digits, and a hyphen for None."""
+    """Return numbers as text for the script: integers in full, others with four digits, and a hyphen for None."""
     return " ".join(
         "-" if value is None else f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e7 else f"{value:.4g}"
         for value in values
@@ -152,8 +156,8 @@ def format_command(process: dict[str, Any]) -> str:
 def _load_templates() -> jinja2.Environment:
     """Return the jinja2 environment of all pages; it is created once.
 
-    Functions such as ``format_number`` are filters under their own names. ``page.css`` and ``page.js`` are inlined with
-    the hashes for the content security policy.
+    Functions such as ``format_number`` are filters under their own names. The files of ``assets/`` are inlined, with
+    their hashes for the content security policy.
     """
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE / "templates"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
@@ -166,22 +170,38 @@ def _load_templates() -> jinja2.Environment:
     templates.filters |= {function.__name__: function for function in functions}
     templates.filters["quoted"] = shlex.quote
     templates.globals |= {"format_number": format_number, "percent": percent, "NOTHING": NOTHING}
-    for name, file in (("style", "page.css"), ("script", "page.js")):
-        text = (_HERE / file).read_text(encoding="utf-8")
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        # Our own files need no escaping. The content security policy allows only their hashes.
-        templates.globals |= {name: Markup(text), f"{name}_hash": Markup(f"sha256-{digest}")}
+    for name, files in (("style", _STYLES), ("script", _SCRIPTS)):
+        texts = ((_HERE / "assets" / file).read_text(encoding="utf-8") for file in files)
+        templates.globals |= {name: InlineFile("\n".join(texts))}
     return templates
 
 
-def render(template: str, **values: Any) -> str:
+class InlineFile:
+    """A script or style of ours inside a page. Only its hash is allowed by the page's content security policy."""
+
+    def __init__(self, text: str):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        self.text, self.hash = Markup(text), Markup(f"sha256-{digest}")  # our own files need no escaping
+
+
+@dataclass(frozen=True)
+class Polling:
+    """How a served page stays current: a script asks the server for a newer page than ``version``."""
+
+    script: InlineFile
+    version: str
+
+
+def render(template: str, *, live: bool = False, polling: Polling | None = None, **values: Any) -> str:
     """Return a whole page as HTML: a template with these values, and with the current time.
 
-    A template that reads a missing value raises an error of jinja2.
+    A ``live`` page will be written again, so it reloads itself; with ``polling``, it asks a server instead. A template
+    that reads a missing value raises an error of jinja2.
     """
     now = datetime.datetime.now()
     times = {"now": now.strftime("%Y-%m-%d %H:%M"), "written": round(now.timestamp())}
-    return _load_templates().get_template(template).render(**times, **{"live": False, **values})
+    reloads = live and polling is None
+    return _load_templates().get_template(template).render(**times, live=reloads, polling=polling, **values)
 
 
 def render_fragment(template: str, macro: str, *values: Any) -> Markup:

@@ -13,24 +13,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from grpo_recipes.console.report import run_charts
-from grpo_recipes.console.report.chart import Chart, choose_window, make_curve, make_histogram, split_rows
+from grpo_recipes.console.report.chart import Chart, choose_window, make_clock, make_curve, make_histogram, split_rows
 from grpo_recipes.console.report.page import (
     ENOUGH_SEEDS,
     SMOKE_BADGE,
+    Polling,
     format_mean,
     format_number,
     render,
     render_fragment,
 )
-from grpo_recipes.console.report.read import Group, RunRecord, read_rows, read_run, read_scored_rows
-from grpo_recipes.console.report.transcripts import Transcript, read_transcript
+from grpo_recipes.console.report.read import Group, RunRecord, read_rows, read_run
+from grpo_recipes.console.report.samples import pair_prompts, render_steps
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.process.reports import plural
@@ -51,7 +49,6 @@ _STATUSES = {
 }
 _WRITING = threading.Lock()
 UNFINISHED = ("running", "requeued")  # statuses of a run that will write its page again
-_MAX_STEPS, _MAX_MARKUP = 24, 700_000  # limits of the completions on a page: number of steps, and characters
 _SILENT_SECONDS = 900.0  # a run that is silent for this time and for ten usual steps was probably killed
 # Baseline of a benchmark -> its title on the page.
 _BASELINES = {"untrained": "before training", "random": "random guesser", "constant": "best constant answer"}
@@ -81,8 +78,18 @@ def try_write_report(folder: Path) -> str:
         return f"report not written ({type(error).__name__}: {error}). Try again with: grpo report {shell_path(folder)}"
 
 
-def render_run_page(run: RunRecord, path: Path) -> str:
-    """Return the report of a run as HTML. ``path`` is the file for the page; links to the run's files depend on it."""
+def render_run_page(
+    run: RunRecord, path: Path | None, folder: Path | None = None, polling: Polling | None = None
+) -> str:
+    """Return the report of a run as HTML.
+
+    Args:
+        run: the run.
+        path: the file for the page, because links to the run's files depend on it; None: no links.
+        folder: the run directory to show, if ``run`` was read from a copy of it.
+        polling: how a served page stays current.
+    """
+    folder, samples_file = folder or run.folder, run.folder / "samples.jsonl"
     kind = run.status if run.status in _STATUSES else "unknown"
     badges = [(f"{_STATUSES.get(run.status, '?')[0]} {run.status}", kind)]
     stamp = str(run.identity.get("timestamp", ""))
@@ -96,22 +103,23 @@ def render_run_page(run: RunRecord, path: Path) -> str:
     probably_killed = run.status == "running" and silent >= max(_SILENT_SECONDS, 10 * usual)
     return render(
         "run.html.j2",
-        run=run, title=f"{run.folder.name}: {run.status}", name=run.folder.name, headline=make_headline(run), kind=kind,
+        run=run, title=f"{folder.name}: {run.status}", name=folder.name, headline=make_headline(run), kind=kind,
         badges=[*badges, SMOKE_BADGE] if run.summary.get("smoke") else badges,
-        reward_fix=reward_fix(Run(run.folder), str(run.summary.get("cause") or "")),
-        folder=display_path(run.folder), silent=silent if probably_killed else 0.0,
+        reward_fix=reward_fix(Run(folder), str(run.summary.get("cause") or "")),
+        folder=folder, shown_folder=display_path(folder), silent=silent if probably_killed else 0.0,
         stop_requested=run.summary.get("exit_code") == EXIT_STOPPED,
         checkpoint=find_newest_complete(run.folder / "checkpoints"),
         started=re.sub(r"^(\d{4})(\d\d)(\d\d)-(\d\d)(\d\d)\d\d$", r"\1-\2-\3 \4:\5", stamp),
         notices=collect_notices(run), reward=run_charts.make_reward_chart(run),
         curves=run_charts.make_curve_charts(run), rows=rows, points=len(split_rows(rows)), window=choose_window(rows),
         others=charts, same=same, histogram=make_histogram(run.scored), baselines=_BASELINES,
-        steps=_render_completions(run), phase_chart=run_charts.make_phase_chart(run.metrics),
+        steps=render_steps(samples_file, len(run.scored) - 1), pairs=pair_prompts(samples_file),
+        phase_chart=run_charts.make_phase_chart(run.metrics),
         phases=run_charts.PHASES, totals=totals,
         files=sorted(file.name for file in run.folder.iterdir() if not file.name.startswith((".", "report."))),
-        linked=path.absolute().parent == run.folder, live=run.status in UNFINISHED,
+        linked=path is not None and path.absolute().parent == run.folder, live=run.status in UNFINISHED,
         resumed=[step for step in run.summary.get("resumed_at") or () if isinstance(step, int)],
-        tracked=read_wandb_address(run),
+        tracked=read_wandb_address(run), polling=polling, clocks=[make_clock([run.metrics])],
     )  # fmt: skip
 
 
@@ -171,33 +179,10 @@ def collect_notices(run: RunRecord) -> list[str]:
     return sentences
 
 
-def _get_group_key(pair: tuple[Mapping[str, Any], Transcript | None]) -> tuple[Any, ...]:
-    """Return the key by which samples are grouped: the prompt and, for an episode, its environment and seed."""
-    sample, episode = pair
-    return sample.get("prompt"), *((episode.environment, episode.seed) if episode else ())
-
-
-def _render_completions(run: RunRecord) -> list[Markup]:
-    """Return the HTML of the completions in ``samples.jsonl``, one entry for each of at most 24 steps of the run.
-
-    The steps are spread evenly and include the last one. If the HTML exceeds 700,000 characters, the number of steps is
-    halved until it fits.
-    """
-    last, steps = len(run.scored) - 1, []
-    chosen = {round(index * last / (_MAX_STEPS - 1)) for index in range(_MAX_STEPS)}
-    for index, (scored, samples) in enumerate(read_scored_rows(run.folder / "samples.jsonl")):
-        if index in chosen and samples:
-            pairs = [(sample, read_transcript(sample)) for sample in samples]
-            groups = [(key[0], list(members)) for key, members in groupby(pairs, _get_group_key)]
-            steps.append(render_fragment("completions.html.j2", "step", scored, groups, index == last))
-    while len(steps) > 1 and sum(map(len, steps)) > _MAX_MARKUP:
-        steps = [*steps[:-2:2], steps[-1]]
-    return steps
-
-
 # --- an evaluation
 
 _MAX_PROMPTS, _MAX_COMPLETIONS = 60, 8  # limits of prompts on the page, and of completions per prompt
+_MAX_MARKUP = 700_000  # limit of the HTML of all prompts, in characters
 
 
 def render_evaluation_page(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -349,7 +334,8 @@ def compare_groups(groups: Sequence[Group]) -> dict[str, Any]:
         ]
         charts += [draw(groups, name) for name, known_metric in run_charts.METRICS.items() if known_metric.compared]
     return {
-        "groups": groups, "headline": make_comparison_headline(groups, ranked="rewards" not in facts),
+        "groups": groups, "clocks": [make_clock([run.metrics for run in group.runs]) for group in groups],
+        "headline": make_comparison_headline(groups, ranked="rewards" not in facts),
         "warnings": [(_WARNINGS[name], values) for name, values in facts.items() if name in _WARNINGS],
         "drawn": [chart for chart in charts if chart], "columns": list(dict.fromkeys(columns)),
         "baselines": [(_BASELINES[name], scores) for name, scores in baselines.items() if scores],

@@ -5,7 +5,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from grpo_recipes.console.report.chart import (
@@ -34,6 +34,7 @@ PHASES = {
     "evaluate": "evaluations",
 }
 _REWARDS = (0.0, 1.0)  # range of the reward axis if all rewards are inside
+_MOST_CURVES = 7  # in a chart
 # Keys of metrics.jsonl that need no curve or are already in other charts.
 _NO_CURVES = frozenset({"step", "max_steps", "epoch", "num_tokens", "step_time", "reward", "reward_std"})
 
@@ -90,9 +91,9 @@ def make_metric_chart(
     curves = [
         make_curve(
             group_tables, name, group.label or metric.title, group.colour, group.kind, window=window,
-            behind=single_run, limits=_find_limits(group, name, metric, group_tables),
+            behind=single_run, limits=_find_limits(group, name, metric, group_tables), clock=clock,
         )
-        for group, group_tables in zip(groups, tables, strict=True)
+        for clock, (group, group_tables) in enumerate(zip(groups, tables, strict=True))
     ]  # fmt: skip
     curves = [curve for curve in curves if drop_missing(curve.line)]
     if not any(value for curve in curves for value in drop_missing(curve.line)):
@@ -110,8 +111,9 @@ def make_metric_chart(
         notes.append(f"infinite in {plural(steps, 'step')}, not drawn: {metric.infinite}")
     bounds = _REWARDS if name.endswith("reward") else None
     return Chart(
-        metric.title, curves, "; ".join(filter(None, notes)), bounds, metric.shares, large=large, y_name=metric.unit
-    )
+        metric.title, curves, "; ".join(filter(None, notes)), bounds, metric.shares, large=large, y_name=metric.unit,
+        smooth=metric.smooth,
+    )  # fmt: skip
 
 
 def _find_limits(group: Group, name: str, metric: Metric, tables: Sequence[Table]) -> tuple[float | None, float | None]:
@@ -146,24 +148,28 @@ def make_reward_chart(run: RunRecord) -> Chart | None:
         curves.append(curve)
     if run.evals.known("eval_reward"):
         curves.append(Curve("evaluation", run.evals.steps, run.evals.column("eval_reward"), 2, "dots"))
-    smoothing = f", averaged over {window} steps" if window > 1 else ""
     shaded = "± one standard error of a step's mean" if zero_or_one else "± one standard deviation"
-    note = f"Mean over the completions of a step{smoothing}; shaded: {shaded}"
+    note = f"Mean over the completions of a step; shaded: {shaded}"
     return Chart("Reward", curves, note, _REWARDS, large=True, y_name="mean reward") if curves else None
 
 
 def make_curve_charts(run: RunRecord) -> list[Chart]:
     """Return a run's charts: single rewards, metrics of environments, ``METRICS``, and unscored completions.
 
-    Metrics without values, or with only zeros, have no chart.
+    Metrics without values, and metrics that never change, have no chart. Evaluations of a metric are points in its
+    chart.
     """
     metrics, rewards, unscored = run.metrics, find_reward_names(run.metrics), _find_unscored_names(run.metrics)
-    chart_metrics = _find_environment_metrics(metrics) | METRICS
-    group = Group("", [run])
-    charts = [chart for name, metric in chart_metrics.items() if (chart := make_metric_chart([group], name, metric))]
-    # A single reward is drawn only if it differs from the total.
-    if len(rewards) > 1 or (rewards and metrics.column(next(iter(rewards))) != metrics.column("reward")):
-        charts.insert(0, _make_shared_chart("Single rewards", metrics, rewards, "means before weighting"))
+    charts = []
+    for name, metric in (_find_environment_metrics(metrics) | METRICS).items():
+        chart = None if is_constant(metrics, name) else make_metric_chart([Group("", [run])], name, metric)
+        if chart and (points := _make_points(run.evals, {name: "evaluation"}, 2)):
+            chart = replace(chart, curves=[replace(chart.curves[0], label="training"), *points])
+        charts += [chart] if chart else []
+    if _differ_from_total(metrics, rewards):
+        chart = _make_shared_chart("Single rewards", metrics, rewards, "means before weighting")
+        points = _make_points(run.evals, {name: f"{label}, evaluation" for name, label in rewards.items()})
+        charts.insert(0, replace(chart, curves=[*chart.curves, *points]))
     if unscored:
         index = len(charts) - any(metrics.known("tokens_per_second"))
         shares = all(value <= 1 for name in unscored for value in metrics.known(name))
@@ -171,9 +177,29 @@ def make_curve_charts(run: RunRecord) -> list[Chart]:
     return charts
 
 
+def _differ_from_total(metrics: Table, rewards: Mapping[str, str]) -> bool:
+    """Return whether the single rewards need a chart: a single one is drawn only if it differs from the total."""
+    return len(rewards) > 1 or any(metrics.column(name) != metrics.column("reward") for name in rewards)
+
+
+def is_constant(metrics: Table, name: str) -> bool:
+    """Return whether a metric has one value in all of at least three rows: a line of text says more than a chart."""
+    values = metrics.known(name)
+    return len(values) >= 3 and len(set(values)) == 1 and name not in metrics.nonfinite
+
+
+def _make_points(evals: Table, labels: Mapping[str, str], first_colour: int = 1) -> list[Curve]:
+    """Return the evaluations (``eval_NAME``) of the training metrics NAME in ``labels`` as points."""
+    return [
+        Curve(label, evals.steps, evals.column(f"eval_{name}"), colour, "dots")
+        for colour, (name, label) in enumerate([*labels.items()][:_MOST_CURVES], start=first_colour)
+        if evals.known(f"eval_{name}")
+    ]
+
+
 def _make_shared_chart(title: str, metrics: Table, labels: dict[str, str], note: str, shares: bool = False) -> Chart:
     """Return one chart with a curve for each of the first seven columns in ``labels``, which maps columns to labels."""
-    first = enumerate(list(labels.items())[:7], start=1)
+    first = enumerate(list(labels.items())[:_MOST_CURVES], start=1)
     curves = [make_curve([metrics], name, label, colour, behind=False) for colour, (name, label) in first]
     return Chart(title, curves, note, shares=shares, y_name="" if shares else "mean")
 
@@ -214,16 +240,17 @@ def make_phase_chart(metrics: Table) -> Chart | None:
             curves.append(replace(curve, line=[*seconds], band=([*below], [*above])))
     # A rare slow step (a checkpoint) may exceed the frame, since it would flatten all other steps.
     top = max([*sorted(above)[: -(len(above) // 50) or None], 1e-9])
-    return Chart("Seconds per step", curves, bounds=(0.0, top), unit="s") if curves else None
+    return Chart("Seconds per step", curves, bounds=(0.0, top), unit="s", smooth=False) if curves else None
 
 
 def make_other_charts(run: RunRecord) -> tuple[list[Chart], dict[str, str]]:
     """Return charts of the remaining metrics, and a mapping from each metric that never changes to its value.
 
-    Remaining metrics are those in no other chart of the page, and each metric of evaluations except the reward.
+    Remaining metrics are in no other chart of the page. This includes metrics of evaluations without a chart of the
+    same metric in training.
     """
     metrics, evals = run.metrics, run.evals
-    drawn = [name for name in METRICS if any(metrics.known(name))]
+    drawn = [name for name in METRICS if any(metrics.known(name)) and not is_constant(metrics, name)]
     in_charts = {
         *_NO_CURVES,
         *drawn,
@@ -243,7 +270,10 @@ def make_other_charts(run: RunRecord) -> tuple[list[Chart], dict[str, str]]:
         for name, counts in metrics.nonfinite.items()
         if not metrics.known(name) and len(counts) == 1
     }
-    for name in sorted(evals.columns.keys() - {"step", "eval_reward"}):
+    rewards = find_reward_names(metrics)
+    shown = ["reward", *drawn, *_find_environment_metrics(metrics)]
+    shown += [*rewards][:_MOST_CURVES] if _differ_from_total(metrics, rewards) else []
+    for name in sorted(evals.columns.keys() - {"step", *(f"eval_{name}" for name in shown)}):
         title = name if name.startswith("eval_") else f"evaluation: {name}"
         charts.append(Chart(title, [Curve(name, evals.steps, evals.column(name), kind="dots")]))
     return charts, dict(sorted(same.items()))

@@ -24,6 +24,7 @@ class TranscriptMessage:
     text: Any
     seat: str = ""  # role and phase in which the policy acts
     facts: Facts | tuple[()] = ()  # reward, advantage and info of an action
+    advantage: float | None = None  # of the tokens of an action, if the turns of the episode have different advantages
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def read_transcript(sample: Mapping[str, Any]) -> Transcript | None:
     for turn, info in zip(turns, infos, strict=True):
         action_facts: Facts = [(name, _format_value(turn[name])) for name in ("reward", "advantage") if name in turn]
         action_facts += [(name, _format_value(value)) for name, value in info.items() if name not in _SEAT_INFO]
-        action = TranscriptMessage(POLICY, turn.get("action"), seat, action_facts)
+        action = TranscriptMessage(POLICY, turn.get("action"), seat, action_facts, finite_number(turn.get("advantage")))
         messages += [action, *_read_messages(turn.get("messages"))]
         seat = _format_seat(info) or seat
     ended_at_once = not turns and "reward" in episode  # before the policy's first turn

@@ -1,0 +1,130 @@
+// What a reader does on the page of a run, by the name of the frame. test_interaction.py checks the results.
+// The tools are defined in interaction_probe.html.
+const actions = {
+  crosshair: async ({ all, seen, figure, point }) => {
+    point(figure("KL divergence"), 0.5);
+    const shown = seen("figure[data-frame]");
+    const reading = (title) => figure(title).querySelector(".newest").textContent;
+    const result = {
+      charts: shown.length,
+      cursors: shown.filter((node) => node.querySelector(".cursor").hasAttribute("d")).length,
+      tips: seen(".tip").map((tip) => tip.textContent),
+      kl: reading("KL divergence"),
+      rate: reading("Learning rate"),
+      legend: all(".legend li", figure("Completion length")).map((entry) => entry.textContent),
+      cursor: figure("Entropy").querySelector(".cursor").getAttribute("d"),
+    };
+    point(figure("KL divergence"), 0.5, "pointerleave");
+    return { ...result, after: [all(".cursor[d]").length, reading("Learning rate")] };
+  },
+
+  zoom: async ({ view, figure, drag, labels, drawing }) => {
+    const [loss, entropy] = [figure("Loss"), figure("Entropy")];
+    const [first, area] = [drawing(entropy), entropy.querySelector(".area")];
+    drag(loss, 0.5, 0.75);
+    const result = { across: labels(entropy, "across"), clipped: view.getComputedStyle(area).overflow };
+    result.resumed = entropy.querySelector(".resumed").getAttribute("d");
+    entropy.querySelector(".canvas").dispatchEvent(new view.MouseEvent("dblclick", { bubbles: true }));
+    return { ...result, restored: drawing(entropy) === first };
+  },
+
+  redraw: async ({ page, all, figure, point, set, labels, drawing }) => {
+    const entropy = figure("Entropy"), [axis, smoothing] = all(".toolbar select, .toolbar input");
+    const [first, window] = [drawing(entropy), smoothing.value];
+    const tip = () => entropy.querySelector(".tip").textContent.split("\n");
+    set(smoothing, 0);
+    point(entropy, 0.5);
+    const line = entropy.querySelector(".line").getAttribute("d");
+    const result = { output: page.querySelector(".toolbar output").textContent, raw: line, tip: tip()[1] };
+    set(smoothing, window);
+    result.restored = drawing(entropy) === first;
+    result.axes = [...axis.options].map((option) => option.textContent);
+    for (const name of ["min", "tokens"]) {
+      set(axis, name);
+      point(entropy, 1);
+      result[name] = [entropy.querySelector(".x-title").textContent, tip()[0]];
+    }
+    set(axis, "step");
+    const kl = figure("KL divergence"), log = kl.querySelector(".log"), linear = labels(kl, "up");
+    log.click();
+    result.log = [log.getAttribute("aria-pressed"), labels(kl, "up")];
+    log.click();
+    return { ...result, linear: labels(kl, "up").join() === linear.join() };
+  },
+
+  legend: async ({ view, all, seen, figure }) => {
+    const [phases, reward, length] = ["Seconds per step", "Reward", "Completion length"].map(figure);
+    const buttons = (node) => Object.fromEntries(all(".legend button", node).map((toggle) => [toggle.textContent, toggle]));
+    const path = (name) => phases.querySelector(`[data-label="${name}"] path`).getAttribute("d");
+    const before = path("update");
+    buttons(phases).sample.click();
+    const result = { moved: path("update") !== before };
+    const dots = (node) => seen("path.dots", node).length;
+    buttons(reward).evaluation.click();
+    result.hidden = [dots(reward), dots(length), buttons(length).evaluation.getAttribute("aria-pressed")];
+    buttons(length).evaluation.click();
+    const single = figure("Single rewards");
+    buttons(single).format_tags.dispatchEvent(new view.MouseEvent("click", { shiftKey: true, bubbles: true }));
+    return { ...result, dots: dots(reward), only: seen(".curve", single).map((node) => node.dataset.label) };
+  },
+
+  pin: async ({ page, all, seen, figure, click, press }) => {
+    const panel = page.querySelector(".reader"), reward = figure("Reward"), cursor = () => seen(".cursor.pinned[d]").length;
+    const read = () => [panel.hidden, panel.querySelector("b").textContent, cursor() > 12];
+    const before = panel.hidden;
+    click(reward, 0);
+    const first = [...read(), panel.querySelector(".group .said").textContent.trim()];
+    panel.querySelector("[aria-label='Next sampled step']").click();
+    const next = read();
+    click(reward, 0.5);
+    const middle = read();
+    panel.querySelector("[aria-label='Close the completions']").click();
+    const closed = [panel.hidden, cursor()];
+    click(reward, 0);
+    all("button", panel).find((node) => node.textContent === "Show in the list").click();
+    const listed = [panel.hidden, seen(".steps .step").map((step) => step.dataset.step)];
+    press(reward, "Home");
+    press(reward, "Enter");
+    const keyed = panel.hidden;
+    press(reward, "Escape");
+    return { before, first, next, middle, closed, listed, keyed: [keyed, panel.hidden] };
+  },
+
+  filters: async ({ page, all, seen, set }) => {
+    const [search, kind, low, high, from, to] = all(".search input, .search select");
+    const kinds = [...kind.options].map((option) => option.textContent);
+    const shown = () => {
+      const steps = seen(".steps .step");
+      return [seen(".steps .completion").length, steps.length, page.querySelector(".search .note").textContent];
+    };
+    const results = { kinds, all: shown() };
+    for (const [name, values] of Object.entries({
+      unscored: [[kind, "unscored"]], truncated: [[kind, "truncated"]], positive: [[kind, "positive"]],
+      reward: [[low, "0.4"], [high, "1.6"]], step: [[from, "1"], [to, "20"]], both: [[search, "15"], [from, "40"]],
+    })) {
+      values.forEach(([input, value]) => set(input, value));
+      results[name] = shown();
+      values.forEach(([input]) => set(input, ""));
+    }
+    return { ...results, restored: shown() };
+  },
+
+  keyboard: async ({ page, all, figure, press, labels }) => {
+    const entropy = figure("Entropy"), full = labels(entropy, "across"), pins = [];
+    const tip = () => entropy.querySelector(".tip").textContent.split("\n")[0];
+    page.addEventListener("report:pin", (event) => pins.push(event.detail));
+    const steps = ["ArrowRight", "ArrowLeft", "ArrowLeft", "Home", "End"].map((key) => {
+      press(entropy, key);
+      return tip();
+    });
+    for (const key of ["Home", "Enter", "+"]) press(entropy, key);
+    const zoomed = labels(entropy, "across");
+    for (const key of ["Escape", "Escape"]) press(entropy, key);
+    const controls = all("input, select, button");
+    const isNamed = (node) => node.labels?.length || node.textContent || node.getAttribute("aria-label");
+    return {
+      steps, zoomed, pins, restored: labels(entropy, "across").join() === full.join(),
+      reachable: controls.every((node) => node.tabIndex === 0), named: controls.every(isNamed),
+    };
+  },
+};

@@ -1,0 +1,120 @@
+"""The interactive parts of a report in a real browser: act as a reader and read values back."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_recipes.console.report.pages import write_report
+
+from .synthetic_runs import make_run, two_samples
+from .test_browser import CHROMIUM, run_chromium
+
+HERE = Path(__file__).parent
+RUN_ACTIONS = ("crosshair", "zoom", "redraw", "legend", "keyboard", "pin", "filters")
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+
+
+def interact(folder: Path, page: Path, actions: Sequence[str], width: int = 1400) -> dict[str, Any]:
+    """Open a page in Chromium once for each of these functions of interactions.js, and return their results."""
+    frames = [
+        f'<iframe data-name="{name}" src="{page.as_uri()}" width="{width}" height="900"></iframe>' for name in actions
+    ]
+    outer = folder / "outer.html"
+    probe = (HERE / "interaction_probe.html").read_text().replace("FRAMES", "".join(frames))
+    outer.write_text(probe.replace("ACTIONS", (HERE / "interactions.js").read_text()))
+    return run_chromium(folder, outer, budget=60_000)
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cut = {**two_samples()[0], "completion": "3 times 12 is", "reward": None, "truncated": True, "advantage": 0.0}
+    folder = make_run(
+        tmp_path_factory.mktemp("interaction"), steps=61, summary={"resumed_at": [20]}, samples=[*two_samples(), cut]
+    )
+    write_report(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return interact(tmp_path_factory.mktemp("browser"), run / "report.html", RUN_ACTIONS)
+
+
+def test_the_crosshair_is_in_every_chart_and_reads_its_value(run: Path, results: dict[str, Any]) -> None:
+    reading, row = results["crosshair"], rows_of(run)[30]
+    around = [row["kl"] for row in rows_of(run)[28:33]]
+    assert reading["charts"] == reading["cursors"] > 12
+    (tip,) = reading["tips"]
+    assert tip.splitlines()[0] == "step 31"
+    value, raw = map(float, re.findall(r"KL divergence: (\S+), unsmoothed (\S+)", tip)[0])
+    assert value == pytest.approx(sum(around) / 5, rel=1e-3) and raw == pytest.approx(row["kl"], rel=1e-3)
+    assert float(reading["kl"]) == value
+    assert float(reading["rate"]) == pytest.approx(row["learning_rate"], rel=1e-2)
+    assert [re.sub(r"[\d.]+$", "", entry) for entry in reading["legend"]] == ["training", "evaluation"]
+    assert reading["cursor"] == "M1000 0v1000"
+    assert reading["after"] == [0, "0"]
+
+
+def test_a_drag_zooms_every_chart_and_a_double_click_resets_it(results: dict[str, Any]) -> None:
+    assert results["zoom"] == {"across": ["35", "40", "45"], "clipped": "hidden", "resumed": "", "restored": True}
+
+
+def test_smoothing_axis_and_logarithm_draw_the_charts_again(run: Path, results: dict[str, Any]) -> None:
+    drawn, rows = results["redraw"], rows_of(run)
+    assert drawn["output"] == "none" and drawn["raw"].count("L") == 60
+    assert float(drawn["tip"].split(": ")[1]) == pytest.approx(rows[30]["entropy"], rel=1e-3)
+    assert drawn["restored"] is drawn["linear"] is True
+    assert drawn["axes"] == ["steps", "minutes", "tokens"]
+    minutes = sum(row["seconds/step"] for row in rows) / 60
+    title, tip = drawn["min"]
+    assert title == "minutes in steps" and float(tip.split()[1]) == pytest.approx(minutes, rel=1e-3)
+    assert drawn["tokens"] == ["tokens", "tokens 2,440,000"]
+    pressed, ticks = drawn["log"]
+    assert pressed == "true" and len(ticks) >= 3
+    assert all(1.9 < float(high) / float(low) < 2.6 for low, high in itertools.pairwise(ticks))
+
+
+def test_a_legend_hides_a_curve_in_every_chart(results: dict[str, Any]) -> None:
+    assert results["legend"] == {"moved": True, "hidden": [0, 0, "false"], "dots": 1, "only": ["format_tags"]}
+
+
+def test_the_keyboard_reads_zooms_and_pins(results: dict[str, Any]) -> None:
+    assert results["keyboard"] == {
+        "steps": ["step 61", "step 60", "step 59", "step 1", "step 61"], "zoomed": ["10", "20", "30"],
+        "pins": [1, None], "restored": True, "reachable": True, "named": True,
+    }  # fmt: skip
+
+
+def test_a_click_shows_the_completions_of_the_step(results: dict[str, Any]) -> None:
+    assert results["pin"] == {
+        "before": True,
+        "first": [False, "Step 1", True, "3 times 12 is 36.\n\n<answer>36</answer>"],
+        "next": [False, "Step 4", True],
+        "middle": [False, "Step 30 (nearest to 31)", True],
+        "closed": [True, 0],
+        "listed": [True, ["1"]],
+        "keyed": [False, True],
+    }
+
+
+def test_completions_are_filtered(results: dict[str, Any]) -> None:
+    filtered, every = results["filters"], [3, 1, ""]  # without a filter, the slider's step
+    assert filtered.pop("kinds") == ["all", "unscored", "truncated", "advantage above 0", "advantage below 0"]
+    assert filtered == {
+        "all": every, "restored": every,
+        "unscored": [24, 24, "24 completions"], "truncated": [24, 24, "24 completions"],
+        "positive": [24, 24, "24 completions"], "reward": [24, 24, "24 completions"],
+        "step": [24, 8, "24 completions"], "both": [9, 9, "9 completions"],
+    }  # fmt: skip
