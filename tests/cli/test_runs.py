@@ -124,9 +124,12 @@ def test_status_tells_step_reward_time_left_and_logs(folder, capsys) -> None:
     write_log(folder, "trainer.log", "x\n")
     write_json(run.folder / "processes/phase_0.json", {"phase": "sample", "since": time.time() - 100, "step": 4})
     (run.folder / "eval.jsonl").write_text('{"step": 2, "eval_reward": 0.25, "prompts": 8, "seconds": 3.0}\n')
+    best = {"best_step": 2, "best_eval_reward": 0.25, "evaluations_since_best": 1, "stopped_early": False}
+    write_json(run.folder / "best.json", best)
     lock = lock_run(run)
     output = run_command(capsys, "status", "last")
     os.close(lock)
+    assert "best     eval_reward 0.250 at step 2, then 1 evaluation without improvement\n" in output
     assert (
         "phase    sampling for 10" in output and "eval     eval at step 2  reward 0.250  8 prompts  3.00 s\n" in output
     )

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_runs import Launch
+from real_runs import REPOSITORY, Launch
+from rotation import ROTATES
 
+from grpo_recipes.runs.checkpoints import list_complete_checkpoints
 from grpo_recipes.stats import pass_at_k_table
 
 GRAPH = "modebench:graph_coloring"
@@ -164,3 +166,79 @@ def test_evaluations_sample_otherwise_and_the_guard_goes_on_looking(launch: Call
     rows = [json.loads(line) for line in (run.run_dir / "eval.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in run.rows())
+
+
+# The evaluation after the first step is the best, whatever the model learns.
+BEST_AT_FIRST = """
+def first_step(completions, answer, trainer_state, **_):
+    right = [float(f"<answer>{gold}</answer>" in text[-1]["content"]) for text, gold in zip(completions, answer)]
+    return [score + 10 * (trainer_state.global_step == 1) for score in right]
+"""
+FEW_STEPS = ("--max_steps", "6", "--prompts_per_step", "8", "--num_generations", "8", "--learning_rate", "1e-3")
+BEST = (
+    "--eval_strategy", "steps", "--eval_steps", "1", "--eval_dataset_name", "smoke:sums", "--num_generations_eval", "1",
+    "--save_steps", "2", "--load_best_model_at_end", "--early_stopping_patience", "2",
+)  # fmt: skip
+GREEDY = ("--benchmarks", "smoke:sums", "--benchmark_temperature", "0", "--benchmark_samples", "1")
+RULE = ("--reward_funcs", "rule.py:first_step", "--reward_isolation", "none")
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param((), id="single"),
+        *(
+            pytest.param(("--num_processes", "2", "--accelerator", name), id=name, marks=ROTATES)
+            for name in ("ddp", "zero2", "zero3", "fsdp2")
+        ),
+        pytest.param(("--use_peft", "--lora_r", "8", "--lora_target_modules", "all-linear"), id="lora", marks=ROTATES),
+    ],
+)
+def test_a_run_stops_early_with_the_best_model(launch: Callable[..., Launch], tmp_path: Path, keys: tuple) -> None:
+    (tmp_path / "rule.py").write_text(BEST_AT_FIRST)
+    recipe = str(REPOSITORY / "recipes/smoke/grpo.yaml")
+
+    run = launch(recipe, *FEW_STEPS, *BEST, *GREEDY, *RULE, *keys)
+
+    assert run.wait(900) == 0, run.output
+    assert [row["step"] for row in run.rows()] == [1, 2, 3]
+    evaluations = eval_rows(run)
+    assert evaluations[0]["eval_reward"] >= 10 > max(row["eval_reward"] for row in evaluations[1:])
+    summary = run.summary()
+    assert (summary["best_step"], summary["stopped_early"], summary["steps"]) == (1, True, 3)
+    assert summary["best_eval_reward"] == evaluations[0]["eval_reward"]
+    assert "stopped early, 2 evaluations without improvement" in run.output
+    assert "model (step 1)" in run.output and "best 10." in run.output
+    assert [path.name for path in list_complete_checkpoints(run.run_dir / "checkpoints")] == [
+        "checkpoint-1", "checkpoint-3",
+    ]  # fmt: skip
+    assert_the_model_is_the_best(run)
+    report = (run.run_dir / "report.html").read_text()
+    assert "at step 1, stopped early" in report
+
+
+def assert_the_model_is_the_best(run: Launch) -> None:
+    """Compare model/, the weights in the server, and the checkpoint."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    greedy = {row["problem"]: row["completions"] for row in benchmark_rows(run)}
+    assert greedy == greedy_answers(run.run_dir / "model", greedy)
+
+    def weights(folder: Path) -> dict[str, torch.Tensor]:
+        return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+
+    checkpoints = run.run_dir / "checkpoints"
+    is_lora = (run.run_dir / "adapter").is_dir()
+    if is_lora:
+        adapters = [run.run_dir / "adapter", checkpoints / "checkpoint-1", checkpoints / "checkpoint-3"]
+        final, best, last = ((folder / "adapter_model.safetensors").read_bytes() for folder in adapters)
+        assert final == best != last
+        return
+    final, best, last = map(
+        weights, (run.run_dir / "model", checkpoints / "checkpoint-1", checkpoints / "checkpoint-3")
+    )
+    assert all(torch.equal(final[name], best[name]) for name in best)
+    assert not all(torch.equal(final[name], last[name]) for name in last)

@@ -254,6 +254,8 @@ def test_a_damaged_row_hides_neither_how_the_run_ended_nor_its_exit_code(attempt
         ({"steps": 7, "first": 0.4, "last": 0.5}, "0.500, mean of the last 5 of 7 steps"),
         ({"steps": 60, "first": 0.5, "last": 0.9, "initial_eval_reward": 0.4, "final_eval_reward": 0.8},
          "0.500 -> 0.900, means of the first 3 and the last 5 of 60 steps; evaluated 0.400 -> 0.800"),
+        ({"steps": 1, "first": 0.5, "last": 0.5, "initial_eval_reward": 0.4, "final_eval_reward": 0.8, "best_step": 1,
+          "best_eval_reward": 0.85}, "0.500, mean of 1 step; evaluated 0.400 -> 0.800, best 0.850 at step 1"),
     ],
 )  # fmt: skip
 def test_the_end_of_a_run_is_said_with_the_window_of_its_means(summary, text):

@@ -85,6 +85,9 @@ def test_a_completed_run_is_left_as_it_is_unless_something_is_to_be_done(launche
     assert output == f"grpo: {display_path(run)} has completed its 60 steps; raise --max_steps to train further\n"
     assert read_json(run / "summary.json")["status"] == "completed"
 
+    finish_summary(run, status="completed", steps=60, stopped_early=True)
+    assert launched("--resume", str(run))[0] == 0
+    assert "60 steps; raise --early_stopping_patience to train further" in capsys.readouterr().out
     assert launched("--resume", str(run), "--max_steps", "70")[0] == EXIT_STOPPED, "more steps"
     finish_summary(run, status="completed", published={"error": "no route"})
     assert launched("--resume", str(run))[0] == EXIT_STOPPED, "still to be published"

@@ -18,6 +18,7 @@ from grpo_recipes.plan.models import compute_model_sizes
 
 from .model_folders import SMALL, model_folder
 
+BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 50, "save_steps": 100}
 P = compute_model_sizes(SMALL)["parameters"]
 
 
@@ -64,6 +65,8 @@ def test_an_adapter_is_small_and_its_model_is_merged(disk):
         ({"save_total_limit": None}, None),
         ({"save_total_limit": None, "save_strategy": "epoch"}, None),
         ({"save_strategy": "no"}, 1),
+        ({**BEST, "save_total_limit": 1}, 3),
+        ({**BEST, "save_total_limit": 5, "max_steps": 150}, 3),
     ],
 )
 def test_how_many_checkpoints_there_are_at_a_time(keys, checkpoints, disk):

@@ -133,6 +133,19 @@ def test_pruning_keeps_the_newest(tmp_path, limit, steps):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"checkpoint-{step}" for step in steps)
 
 
+@pytest.mark.parametrize(
+    ("limit", "best", "steps"),
+    [
+        (1, 10, [10, 40]), (2, 10, [10, 40]), (3, 10, [10, 30, 40]), (2, 40, [30, 40]), (9, 10, [10, 20, 30, 40]),
+        (None, 10, [10, 20, 30, 40]), (2, 50, [30, 40]),
+    ],
+)  # fmt: skip
+def test_pruning_keeps_the_best(tmp_path, limit, best, steps):
+    published(tmp_path, 40, 10, 30, 20)
+    prune_checkpoints(tmp_path, limit, tmp_path / f"checkpoint-{best}")
+    assert list_complete_checkpoints(tmp_path) == [tmp_path / f"checkpoint-{step}" for step in steps]
+
+
 def test_pruning_counts_complete_checkpoints_only(tmp_path):
     _, newest = published(tmp_path, 10, 20)
     (newest / MARKER).unlink()

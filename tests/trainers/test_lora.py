@@ -37,7 +37,7 @@ from grpo_recipes.trainers.model import (
 from grpo_recipes.weights.generation import Generation
 
 from .resumed_ranks import StopAt
-from .tiny_training import SUMS, as_dataset, different_characters
+from .tiny_training import HELD_OUT, SUMS, as_dataset, different_characters
 
 LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["all-linear"]}
 WINDOW = {"per_device_train_batch_size": 4, "steps_per_generation": 4, "gradient_accumulation_steps": 2}
@@ -57,8 +57,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_trainer(
-    base: Path, folder: Path, lora: dict[str, Any], stop_at: int | None = None, cls: type = GRPOTrainer, **keys: Any
-) -> GRPOTrainer:
+    base: Path, folder: Path, lora: dict[str, Any], stop_at: int | None = None, cls: type = GRPOTrainer,
+    reward: Any = different_characters, **keys: Any,
+) -> GRPOTrainer:  # fmt: skip
     folder.mkdir(exist_ok=True)
     stop_file(folder).unlink(missing_ok=True)
     args = GRPOConfig(
@@ -67,16 +68,24 @@ def make_trainer(
         bf16=False,
         disable_tqdm=True,
         report_to="none",
-        save_strategy="no",
         max_completion_length=4,
         num_generations=4,
-        **{"use_vllm": False, "gradient_checkpointing": False, "max_steps": 2, "learning_rate": 1e-2, **WINDOW, **keys},
+        **{
+            "save_strategy": "no",
+            "use_vllm": False,
+            "gradient_checkpointing": False,
+            "max_steps": 2,
+            "learning_rate": 1e-2,
+            **WINDOW,
+            **keys,
+        },
     )
     return cls(
         model=str(base),
-        reward_funcs=[different_characters],
+        reward_funcs=[reward],
         args=args,
         train_dataset=as_dataset(SUMS),
+        eval_dataset=as_dataset(HELD_OUT) if args.eval_strategy != "no" else None,
         processing_class=smoke.build_tokenizer(),
         peft_config=load_lora_config(ModelConfig(model_name_or_path=str(base), **lora), False),
         callbacks=[StopAt(folder, stop_at)],

@@ -50,6 +50,8 @@ SIGNATURES = {
     "predict": ["test_dataset", "ignore_keys", "metric_key_prefix"],
     "_evaluate": ["trial", "ignore_keys_for_eval", "skip_scheduler"],
     "_determine_best_metric": ["metrics", "trial"],
+    "_finalize_training": ["trial", "num_train_samples", "start_time"],
+    "_load_best_model": [],
     "evaluation_loop": ["dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"],
     "prediction_step": ["model", "inputs", "prediction_loss_only", "ignore_keys"],
     "_get_per_token_logps_and_entropies": [

@@ -38,6 +38,7 @@ from grpo_recipes.runs.health import (
 )
 from grpo_recipes.runs.progress import (
     find_current_activity,
+    format_best,
     format_episode_metrics,
     format_evaluation,
     format_position,
@@ -164,6 +165,7 @@ def status(options: argparse.Namespace) -> int:
         ("reward", reward and _describe_reward(run)),
         ("episodes", run.rows and format_episode_metrics(run.rows[-1])),
         ("eval", evaluations and format_evaluation(evaluations[-1])),
+        ("best", format_best(rundir.read_json(run.folder / rundir.BEST))),
         ("left", time_left and f"about {time_left} of training"),
         ("restarts", str(run.summary.get("restarts") or "")),
         *(("note", str(notice)) for notice in find_notices(run.rows, run.value, over=has_ended)),

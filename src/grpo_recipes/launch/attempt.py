@@ -310,8 +310,12 @@ def _print_ending(attempt: Attempt, outcome: Outcome, summary: Mapping[str, Any]
             fix = f"{fix + '; then ' if fix else ''}{command}{rundir.describe_damaged_rows(folder)}"
         next_step = "nothing, Slurm starts the job again" if outcome.job else fix or "launch the recipe again"
     else:
-        model = f"{display_path(folder / 'model')}{attempt.hooks.on_model(folder)}"
+        is_best = attempt.recipe["load_best_model_at_end"] and "best_step" in summary
+        of_step = f" (step {summary['best_step']})" if is_best else ""
+        model = f"{display_path(folder / 'model')}{of_step}{attempt.hooks.on_model(folder)}"
         next_step = attempt.hooks.next_command(folder)
+        if summary.get("stopped_early"):
+            status += f"; stopped early, {plural(summary['evaluations_since_best'], 'evaluation')} without improvement"
     if attempt.plan.smoke:
         status += "; smoke test on CPU, not an experiment"
     lines = {"status": status, "reward": describe_rewards(summary), "model": model, "next": next_step}
@@ -362,6 +366,8 @@ def describe_rewards(summary: Mapping[str, Any]) -> str:
         text = format_rewards(first, last, steps)
     if "initial_eval_reward" in summary:
         text += f"; evaluated {summary['initial_eval_reward']:.3f} -> {summary['final_eval_reward']:.3f}"
+    if "best_step" in summary:
+        text += f", best {summary['best_eval_reward']:.3f} at step {summary['best_step']}"
     return text
 
 

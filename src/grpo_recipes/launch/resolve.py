@@ -160,6 +160,8 @@ def is_finished(run: Run, recipe: Recipe, options: Options) -> bool:
     is_completed = summary.get("status") == "completed" and (run.folder / "model").is_dir()
     if requests_change or is_rewound or not is_completed or run.is_running():
         return False
+    if summary.get("stopped_early"):
+        limit = "early_stopping_patience"
     say(f"{display_path(run.folder)} has completed its {summary.get('steps')} steps; raise --{limit} to train further")
     return True
 

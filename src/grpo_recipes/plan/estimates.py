@@ -419,6 +419,8 @@ def estimate_disk(recipe: Recipe, plan: Plan, run_dir: Path) -> Disk:
     checkpoint = work.checkpoint() + (model_size if recipe["sync_ref_model"] else 0)
     final_model = model_size + (4 * work.trained if recipe["use_peft"] else 0)  # model/ and adapter/
     steps, every, limit = recipe["max_steps"], recipe["save_steps"], recipe["save_total_limit"]
+    if recipe["load_best_model_at_end"]:
+        every, limit = min(every, recipe["eval_steps"] or every), limit and max(limit, 2)
     counts = [] if limit is None else [limit + 1]  # an old checkpoint is removed after a new checkpoint is complete
     if recipe["save_strategy"] == "no":
         counts = [1]  # a stopped run saves in any case

@@ -207,6 +207,12 @@ class GRPOConfig(trl.GRPOConfig):
     eval_top_p: float | None = key(None, "Nucleus of evaluations; by default top_p.", min=0.0001, max=1.0)
     eval_max_completion_length: int | None = key(None,
         "Most tokens of an evaluation's completion; by default max_completion_length.", min=1, max=MOST_TOKENS)
+    load_best_model_at_end: bool = key(False,
+        "Keep the checkpoint with the largest eval_reward, and write it to model/ instead of the model of the last "
+        "step. An evaluation with a new best reward saves a checkpoint.")
+    early_stopping_patience: int | None = key(None,
+        "End the training after this number of evaluations in a row without a new best eval_reward.",
+        min=1, max=MOST_STEPS)
     eval_sampling_seed: int | None = key(None,
         "Seed from which the sampling seeds of evaluations are derived; by default seed.", min=0)
     seed_server: bool | None = key(None,
@@ -318,7 +324,16 @@ class GRPOConfig(trl.GRPOConfig):
     report_samples: int = key(4, "Sampled completions of each step to keep for report.html; 0 keeps none.", min=0)
     show_completion_steps: int = key(20,
         "Steps between two sampled completions that the launcher prints; 0 prints none.", min=0)
-    save_total_limit: int | None = key(2, "Number of complete checkpoints to keep; older ones are removed.", min=1)
+    save_total_limit: int | None = key(2,
+        "Number of complete checkpoints to keep; older ones are removed. With load_best_model_at_end, the best one "
+        "counts, and at least 2 are kept.", min=1)
+
+    def __post_init__(self) -> None:
+        if self.load_best_model_at_end or self.early_stopping_patience is not None:
+            self.metric_for_best_model = self.metric_for_best_model or "eval_reward"
+        if self.load_best_model_at_end and self.save_total_limit == 1:
+            self.save_total_limit = 2  # with 1, transformers deletes the newest checkpoint at the end
+        super().__post_init__()
 
 
 @dataclass

@@ -55,7 +55,7 @@ OWNED_KEYS = expand_names(
     ("data_seed", "use seed"),
     ("remove_unused_columns", "remove it; rewards read the other columns"),
     ("include_num_input_tokens_seen", "remove it; the trainer counts tokens itself"),
-    ("metric_for_best_model greater_is_better", "remove it; the model of the last step is kept"),
+    ("metric_for_best_model greater_is_better", "remove it; the best evaluation has the largest eval_reward"),
     ("trackio_space_id trackio_static_space_id trackio_bucket_id", "remove it; use report_to: wandb or tensorboard"),
     # TRL's GRPO trainer has its own sampler, loss and evaluation, and reads none of these keys.
     (

@@ -7,6 +7,7 @@ A rule names the key with the problem, a condition, a message and a fix. ``recip
 """
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -40,11 +41,11 @@ _BRANCH = re.compile(r"(?![0-9a-f]{40}$)[\w][\w./-]{0,200}")
 REPORTERS = ("none", "tensorboard", "wandb")
 _UNSUPPORTED = {
     "save_only_model": "a checkpoint without optimizer cannot be resumed",
-    "load_best_model_at_end": "the model of the last step is kept",
     "load_in_8bit load_in_4bit bnb_* use_bnb_*": "use LoRA to save memory (use_peft: true)",
 }
 EMBEDDINGS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
 OF_DATASETS = "dataset_* max_train_prompts system_prompt eval_dataset_* eval_subsample eval_max_prompts"
+_OF_EVALUATION = "eval_steps eval_on_start num_generations_eval load_best_model_at_end early_stopping_patience"
 _PORTS = ("vllm_server_port", "vllm_group_port", "main_process_port")
 # Truncated sampling: the server's log-probs come from a different distribution than the trainer's.
 NEUTRAL_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -200,6 +201,20 @@ def _repeated_ports(recipe: Recipe) -> dict[str, str]:
     first: dict[int, str] = {}
     ports = (key for key in (*_PORTS, *merged("ports")) if set_by_user(recipe, key, any_value=False))
     return {key: earlier for key in ports if (earlier := first.setdefault(recipe[key], key)) != key}
+
+
+def _is_multiple(steps: float, unit: float) -> bool:
+    """Return whether transformers accepts ``save_steps`` as a multiple of ``eval_steps``: both are steps or fractions.
+
+    Fractions of all steps are below 1.
+    """
+    scale = 1_000_000 if unit < 1 else 1  # as in transformers, because of rounding
+    return (steps < 1) == (unit < 1) and (steps * scale) % (unit * scale) == 0
+
+
+def _next_multiple(steps: float, unit: float) -> float:
+    """Return the least multiple of ``unit`` that is not below ``steps``, or ``unit`` if only one is a fraction."""
+    return unit * math.ceil(steps / unit) if (steps < 1) == (unit < 1) else unit
 
 
 # fmt: off
@@ -362,7 +377,7 @@ RULES = (
         "dataset_mixture and dataset_name can't be combined", "keep one of them"),
     # Evaluation, benchmarks and publishing.
     Rule("{item}", lambda r: not evaluates(r)
-        and set_by_user(r, "eval_steps eval_on_start num_generations_eval", any_value=False),
+        and set_by_user(r, _OF_EVALUATION, any_value=False),
         "{item} does nothing without eval_strategy", "{removal}, or add eval_strategy: steps"),
     Rule("eval_strategy", lambda r: r["eval_strategy"] == "steps" and not r["eval_steps"],
         "eval_strategy: steps without eval_steps evaluates after every optimizer step",
@@ -370,6 +385,14 @@ RULES = (
     Rule("eval_steps", lambda r: r["eval_strategy"] == "steps" and (r["eval_steps"] or 0) > 1 and r["eval_steps"] % 1,
         "eval_steps: expected an integer, or a fraction below 1, got {eval_steps:g}",
         lambda r, _: f"set eval_steps: {round(r['eval_steps'])}"),
+    Rule("save_strategy", lambda r: r["load_best_model_at_end"] and evaluates(r)
+        and r["save_strategy"] != r["eval_strategy"],
+        "load_best_model_at_end needs save_strategy {eval_strategy}, the value of eval_strategy, got {save_strategy}",
+        "set save_strategy: {eval_strategy}, or remove load_best_model_at_end"),
+    Rule("save_steps", lambda r: r["load_best_model_at_end"] and r["eval_strategy"] == r["save_strategy"] == "steps"
+        and r["eval_steps"] and not _is_multiple(r["save_steps"], r["eval_steps"]),
+        "load_best_model_at_end needs save_steps to be a multiple of eval_steps {eval_steps:g}, got {save_steps:g}",
+        lambda r, _: f"set save_steps: {_next_multiple(r['save_steps'], r['eval_steps']):g}"),
     Rule("dataset_mixture", lambda r: evaluates(r) and not r["eval_dataset_name"] and r["dataset_mixture"]
         and not r["dataset_mixture"].get("test_split_size"),
         "the mixture has no evaluation data", "add test_split_size to it, or set eval_dataset_name"),

@@ -243,15 +243,18 @@ def find_damage(checkpoint: Path, say: Callable[[str], None]) -> str | None:
     return next((f"{name} {fault}" for name, fault in differences), None)
 
 
-def prune_checkpoints(folder: Path, limit: int | None) -> None:
+def prune_checkpoints(folder: Path, limit: int | None, best: Path | None = None) -> None:
     """Delete complete checkpoints except the ``limit`` newest, and delete ``partial/``, the rest of interrupted saves.
 
-    A ``limit`` of None keeps all checkpoints.
+    A ``limit`` of None keeps all checkpoints. The checkpoint ``best`` counts for the limit, and is kept next to at
+    least one other.
     """
     shutil.rmtree(folder / "partial", ignore_errors=True)
     if limit is None:
         return
-    for path in list_complete_checkpoints(folder)[:-limit]:
+    checkpoints = list_complete_checkpoints(folder)
+    others = [path for path in checkpoints if path != best]
+    for path in others[: -max(1, limit - (len(checkpoints) - len(others)))]:
         (path / MARKER).unlink()  # from here on it is not listed, however far the removal comes
         shutil.rmtree(path)
 

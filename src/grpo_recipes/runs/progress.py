@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_recipes.process.reports import plural
 from grpo_recipes.process.terminal import WIDTH, strip_control_codes
 from grpo_recipes.runs.health import LAST_STEPS, drop_missing, finite_number, mean, percent
 from grpo_recipes.runs.rundir import SERVER_STATE, format_duration, load_json_mapping
@@ -220,6 +221,16 @@ def format_evaluation(row: Mapping[str, Any]) -> str:
         _format_seconds(finite_number(row.get("seconds")) or 0.0),
     ]
     return "  ".join(filter(None, facts))
+
+
+def format_best(facts: Mapping[str, Any]) -> str:
+    """Format the best evaluation in ``facts``, from ``best.json``, as text; "" if there is none."""
+    if not facts:
+        return ""
+    text = f"eval_reward {_format_reward(facts['best_eval_reward'])} at step {facts['best_step']}"
+    if since := facts.get("evaluations_since_best"):
+        text += f", then {plural(since, 'evaluation')} without improvement"
+    return text
 
 
 def format_sample(row: Mapping[str, Any], index: int) -> list[str]:

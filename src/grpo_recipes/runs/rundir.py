@@ -47,6 +47,7 @@ _END_SECONDS = 30.0
 _HEAD_BYTES, _TAIL_BYTES = 200_000, 400_000  # read from a log
 # Names in a run directory:
 RECIPE_HASH = "recipe_sha256"  # in plan.json: the hash of recipe.yaml after the last attempt wrote it
+BEST = "best.json"  # the best evaluation, written by the trainer (trainers.best)
 CELLS = "cells"  # in a sweep directory: the run directories of its trials
 JOB_FILE = "job.json"  # the last Slurm job, and the folder in which that job starts
 NO_REQUEUE = "no_requeue"  # keeps Slurm from starting a stopped run again
@@ -488,7 +489,7 @@ def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
 
     ``initial_reward`` and ``final_reward`` come from ``average_first_and_last``. ``initial_eval_reward`` and
     ``final_eval_reward`` are the first and the last ``eval_reward``; rows of additional evaluation sets have none. Keys
-    of the existing summary stay. A damaged row is skipped: it must not hide how the run ended.
+    of ``best.json`` and of the existing summary stay. A damaged row is skipped: it must not hide how the run ended.
     """
     rows = read_metrics(folder, lenient=True)
     first, last = average_first_and_last(drop_missing(finite_number(row.get("reward")) for row in rows))
@@ -502,6 +503,7 @@ def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
     phases = dict.fromkeys(key for row in rows for key in row if key.startswith("seconds/"))
     summary = {
         **read_json(folder / "summary.json"),
+        **read_json(folder / BEST),
         "steps": rows[-1]["step"] if rows else 0,
         **{key: None if reward is None else round(reward, 6) for key, reward in rewards.items()},
         "benchmarks": {name: result for name, result in benchmarks.items() if isinstance(result, dict)},

@@ -97,12 +97,15 @@ class Checkpoints:
         digests_of_ranks = dict(gather_object(list(digests.items())))
         if accelerator.is_main_process:
             publish_checkpoint(staged, folder, step, args.world_size, digests_of_ranks)
-            prune_checkpoints(folder, args.save_total_limit)
+            prune_checkpoints(folder, args.save_total_limit, self._trainer.best.checkpoint)
         accelerator.wait_for_everyone()
 
     def mark_ended(self) -> None:
-        """Mark this step's checkpoint: a callback ended the training, and a resumed run must not continue."""
-        if self._trainer.accelerator.is_main_process:
+        """Mark this step's checkpoint: a callback ended the training, and a resumed run must not continue.
+
+        Early stopping needs no mark. Its count is in the checkpoint, and a larger patience continues the training.
+        """
+        if self._trainer.accelerator.is_main_process and not self._trainer.best.has_stopped_early:
             folder = Path(self._trainer.args.output_dir)
             (folder / f"checkpoint-{self._trainer.state.global_step}" / _ENDED).touch()
         self._trainer.accelerator.wait_for_everyone()
@@ -157,6 +160,7 @@ class Checkpoints:
         controllers.
         """
         trainer = self._trainer
+        trainer.best.name_checkpoint()  # trainer_state.json is written after this
         torch.save({**self.state(), "ahead": trainer.rollouts.finish_pending_generation()}, self._state_file(folder))
         if trainer.args.sync_ref_model:
             save_reference(trainer, folder)

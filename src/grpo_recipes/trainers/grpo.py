@@ -27,16 +27,17 @@ from grpo_recipes.rollouts.backends import make_rollouts
 from grpo_recipes.rollouts.source import Source
 from grpo_recipes.runs.stop_request import Stopped, StopRequest
 from grpo_recipes.trainer_protocol import Mode
+from grpo_recipes.trainers.advantages import replace_advantages, replace_logged_advantages
 from grpo_recipes.trainers.ahead import OverlappedRollouts
+from grpo_recipes.trainers.best import BestModel, TrainingEnded, repeat_owed_evaluation
 from grpo_recipes.trainers.callbacks import Compute, LossCallback
 from grpo_recipes.trainers.checkpoints import Checkpoints, Preemption, begin_epoch, ended_by_callback
 from grpo_recipes.trainers.checks import Checks, Scoring
-from grpo_recipes.trainers.controllers import make_kl_controller
+from grpo_recipes.trainers.controllers import make_kl_controller, update_beta
 from grpo_recipes.trainers.metrics import (
     CountedStream,
     Evaluation,
     MetricsRows,
-    replace_logged_advantages,
     to_json_number,
 )  # fmt: skip
 from grpo_recipes.trainers.micro_batches import MicroBatches
@@ -100,6 +101,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         with building_vllm_client(args, run_dir, stop), loaded_by_every_rank(args), configured_reference(args):
             super().__init__(args=args, **kwargs)
         self.rows = MetricsRows(self, run_dir, args.process_index)
+        self.best = BestModel(self, run_dir)
         self.micro_batches = MicroBatches(self)
         self.rollouts = OverlappedRollouts(self) if args.overlap_generation else make_rollouts(self)
         if self.use_vllm:
@@ -177,14 +179,16 @@ class GRPOTrainer(trl.GRPOTrainer):
         Run nothing if the last step was taken (transformers would take one more) or a callback had ended the training.
         """
         epoch, checkpoint = kwargs["epoch"], kwargs["resume_from_checkpoint"]
-        if ended_by_callback(checkpoint) or self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True
+        is_over = ended_by_callback(checkpoint) or self.state.global_step >= self.state.max_steps
+        self.control.should_training_stop |= is_over
+        if self.control.should_training_stop:
             return
         begin_epoch(self.sampler, epoch)
         is_resumed = checkpoint is not None and epoch == kwargs["epochs_trained"]
         skips_data = is_resumed and not self.args.ignore_data_skip
         self.rollouts.begin_epoch(epoch, kwargs["steps_trained_in_current_epoch"] if skips_data else 0)
-        super()._run_epoch(*args, **kwargs)
+        with suppress(TrainingEnded):
+            super()._run_epoch(*args, **kwargs)
         self.preemption.record_completed_step()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -192,11 +196,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
         First repeat an evaluation that a stop request ended. After the last micro-step of a step, move beta and tau.
         """
-        if self.evaluation.owed:  # the run was stopped in it; if it stops again, the checkpoint still owes it
-            self.evaluation.owed = False
-            self.evaluation.read_earlier_metrics()
-            self._determine_best_metric(self._evaluate(None, None), None)
-            self.preemption.stop_if_agreed()
+        if self.evaluation.owed:
+            repeat_owed_evaluation(self)
         self.rows.begin_update()
         loss = super().training_step(*args, **kwargs)
         if self.accelerator.sync_gradients:  # the last use of this optimizer step's coefficients
@@ -222,10 +223,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             with self.rows.span("weigh"):
                 advantages_PG = self.weigh(output)
             if advantages_PG is not None:
-                trl_advantages_B, advantages_B = output["advantages"], advantages_PG.flatten()
-                start = self.accelerator.process_index * len(trl_advantages_B)
-                output["advantages"] = advantages_B[start : start + len(trl_advantages_B)].to(trl_advantages_B)
-                replace_logged_advantages(self, advantages_B.to(trl_advantages_B))
+                replace_advantages(self, output, advantages_PG)
             if self.accelerator.is_main_process and self.args.report_samples > 0:
                 episodes = self.source.records if self.source else None
                 answers = [row.get("answer") for row in inputs]
@@ -350,18 +348,11 @@ class GRPOTrainer(trl.GRPOTrainer):
     def move_controllers(self) -> None:
         """Adjust ``beta`` so that the KL divergence approaches ``kl_target``. Without a target, do nothing.
 
-        The KL divergence is the mean of TRL's metric ``kl`` over the micro-batches of this optimizer step. TRL has
-        averaged it over the ranks. The metric ``beta`` gets the value that this step used.
+        The metric ``beta`` gets the value that this step used.
         """
-        controller = self._kl_controller
-        if controller is None:
-            return
-        micro_batches = self.current_gradient_accumulation_steps
-        kls = self._metrics["train"]["kl"][-micro_batches:]
-        self.add_metric("beta", self.beta)  # the value in this step
-        completions = self.args.per_device_train_batch_size * micro_batches * self.accelerator.num_processes
-        controller.update(sum(kls) / len(kls), completions)
-        self.beta = controller.beta
+        if self._kl_controller:
+            self.add_metric("beta", self.beta)
+            self.beta = update_beta(self, self._kl_controller)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
         """Return the gradient norm as a number. Raise NotFinite if it or the loss is not finite."""
@@ -483,7 +474,16 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Update the best metric as in transformers. Return False, without an error, after a stopped evaluation."""
-        return bool(metrics) and super()._determine_best_metric(metrics, trial)
+        return self.best.update(metrics, partial(super()._determine_best_metric, metrics, trial))
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """End the training as in transformers, which loads the best model if the recipe says so."""
+        self.best.finish()
+        return super()._finalize_training(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint with transformers' method, after its files were verified."""
+        self.best.load(super()._load_best_model)
 
     def evaluation_loop(
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,

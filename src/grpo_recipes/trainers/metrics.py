@@ -203,14 +203,6 @@ def append_json(file: Path, *rows: dict[str, Any]) -> None:
         lines.write("".join(texts).encode())
 
 
-def replace_logged_advantages(trainer: InnerTrainer, advantages_B: torch.Tensor) -> None:
-    """Replace the last advantages in TRL's table of completions by these of all ranks. Samples are written from it."""
-    logged: Any = trainer._logs["advantages"]
-    for _ in range(min(len(advantages_B), len(logged))):  # TRL has just appended the generation's own
-        logged.pop()
-    logged.extend(advantages_B.tolist())
-
-
 class Evaluation:
     """Evaluate as in TRL, write ``eval.jsonl``, and leave the training unchanged.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +40,9 @@ class EvaluationState(EvaluationScope, Protocol):
 
     owed: bool  # whether a stop request ended an evaluation that was due
 
+    def read_earlier_metrics(self) -> None:
+        """Read the metrics that an earlier attempt wrote for this step. Called by every rank."""
+
     @property
     def has_own_sampling(self) -> bool:
         """Whether the recipe lets evaluations sample with another temperature or ``top_p`` than the training."""
@@ -52,6 +56,24 @@ class CheckpointState(Protocol):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Set the trainer's attributes to a result of ``state``."""
+
+    def mark_ended(self) -> None:
+        """Mark this step's checkpoint: a callback ended the training. Called by every rank."""
+
+
+class BestState(Protocol):
+    """The best evaluation of a training (``best.BestModel``)."""
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The folder of the best checkpoint, which is never deleted. None if there is none."""
+
+    @property
+    def has_stopped_early(self) -> bool:
+        """Whether early stopping has ended the training."""
+
+    def name_checkpoint(self) -> None:
+        """Set the path of the best checkpoint in transformers' state."""
 
 
 class Controller(Protocol):
@@ -68,6 +90,7 @@ class InnerTrainer(SamplingTrainer, Protocol):
     """The members of ``GRPOTrainer`` that the helpers in this package use."""
 
     control: TrainerControl
+    callback_handler: Any
     train_dataset: Any
     eval_dataset: Any
     sampler: RepeatSampler | None
@@ -109,6 +132,10 @@ class InnerTrainer(SamplingTrainer, Protocol):
         """The evaluations of this training."""
 
     @property
+    def best(self) -> BestState:
+        """The best evaluation of this training."""
+
+    @property
     def rows(self) -> StepClock:
         """The clock of the step under way."""
 
@@ -125,6 +152,12 @@ class InnerTrainer(SamplingTrainer, Protocol):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save a checkpoint of the current step."""
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
+        """Run the evaluation that is due at this step. No metrics if a stop request ended it."""
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Update the best evaluation. Return whether these metrics are the best."""
 
     @property
     def _get_per_token_logps_and_entropies(self) -> Callable[..., Computed]:

