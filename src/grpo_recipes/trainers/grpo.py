@@ -34,15 +34,11 @@ from grpo_recipes.trainers.callbacks import Compute, LossCallback
 from grpo_recipes.trainers.checkpoints import Checkpoints, Preemption, begin_epoch, ended_by_callback
 from grpo_recipes.trainers.checks import Checks, Scoring
 from grpo_recipes.trainers.controllers import make_kl_controller, update_beta
-from grpo_recipes.trainers.metrics import (
-    CountedStream,
-    Evaluation,
-    MetricsRows,
-    to_json_number,
-)  # fmt: skip
+from grpo_recipes.trainers.evaluation import CountedStream, Evaluation
+from grpo_recipes.trainers.metrics import MetricsRows, to_json_number
 from grpo_recipes.trainers.micro_batches import MicroBatches
 from grpo_recipes.trainers.model import configured_reference, loaded_by_every_rank, merge_parameters, reject_shards
-from grpo_recipes.trainers.passes import compute_in_trimmed_passes
+from grpo_recipes.trainers.passes import SharedComputation, compute_in_trimmed_passes
 from grpo_recipes.trainers.protocol import Computed
 from grpo_recipes.trainers.rank import keep_outputs_as_computed
 from grpo_recipes.trainers.samples import write_samples
@@ -95,8 +91,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             kwargs["rollout_func"] = source
         self.sampler: RepeatSampler | None = None  # the order of the prompts; None for a stream
         self.temperature_B: torch.Tensor | None = None  # (B,) for the current rows, if they differ from the recipe's
-        # Log-probs that two computations of a loss share: an empty list stores them, a filled list returns them.
-        self._shared_logps: list[Computed] | None = None
+        self._shared_logps = SharedComputation()
         self._samples_file = run_dir / "samples.jsonl"
         with building_vllm_client(args, run_dir, stop), loaded_by_every_rank(args), configured_reference(args):
             super().__init__(args=args, **kwargs)
@@ -307,8 +302,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         batch_size: int | None = None, compute_entropy: bool = False, *args: Any, **kwargs: Any,
     ) -> Computed:  # fmt: skip
         """Return TRL's log-probs of completions, (B, T), with little padding and each row at its own temperature."""
-        if self._shared_logps:
-            return self._shared_logps[-1]
         if self.evaluation.rewards is not None:  # the sampler's batch is too large for one forward pass
             batch_size = self.args.per_device_train_batch_size
         compute = super()._get_per_token_logps_and_entropies
@@ -316,12 +309,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             compute = partial(compute_in_trimmed_passes, self, compute)
         if self.temperature_B is not None:
             compute = partial(compute_at_own_temperatures, self, self.temperature_B, compute)
-        computed: Computed = compute(
-            model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, *args, **kwargs
-        )
-        if self._shared_logps is not None:
-            self._shared_logps.append(computed)
-        return computed
+        rows = model, input_ids, attention_mask, logits_to_keep
+        return self._shared_logps.reuse(partial(compute, *rows, batch_size, compute_entropy, *args, **kwargs))
 
     def loss_and_policy_gradient_term(
         self, compute: Compute, model: Any, rows: dict[str, Any]
@@ -335,15 +324,14 @@ class GRPOTrainer(trl.GRPOTrainer):
             "_metrics": {"train": defaultdict(list), "eval": defaultdict(list)},
         }  # fmt: skip
         settings = {name: getattr(self, name) for name in only_policy_gradient}
-        self._shared_logps = []
-        try:
+        with self._shared_logps.shared():
             loss = compute(model, rows)
-            vars(self).update(only_policy_gradient)
-            with torch.no_grad():
-                return loss, compute(model, rows)
-        finally:
-            vars(self).update(settings)
-            self._shared_logps = None
+            try:
+                vars(self).update(only_policy_gradient)
+                with torch.no_grad():
+                    return loss, compute(model, rows)
+            finally:
+                vars(self).update(settings)
 
     def move_controllers(self) -> None:
         """Adjust ``beta`` so that the KL divergence approaches ``kl_target``. Without a target, do nothing.

@@ -5,7 +5,8 @@ The rows of a call are ordered by length and fed in several passes, so that padd
 loss is computed from the same rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -138,3 +139,29 @@ def _max_over_ranks(trainer: InnerTrainer, *values: float) -> tuple[int, ...]:
         return tuple(int(value) for value in values)
     of_rank = torch.tensor([values], device=trainer.accelerator.device, dtype=torch.long)
     return tuple(trainer.accelerator.gather(of_rank).amax(dim=0).tolist())
+
+
+class SharedComputation:
+    """Log-probs that several computations of a loss share, so that the forward pass is made once."""
+
+    def __init__(self) -> None:
+        self._is_shared = False
+        self._computed: Computed | None = None
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """In the block, return the log-probs of the first ``reuse`` from all calls of it."""
+        self._is_shared = True
+        try:
+            yield
+        finally:
+            self._is_shared, self._computed = False, None
+
+    def reuse(self, compute: Callable[[], Computed]) -> Computed:
+        """Return the shared log-probs if there are any; else compute them."""
+        if self._computed is not None:
+            return self._computed
+        computed = compute()
+        if self._is_shared:
+            self._computed = computed
+        return computed

@@ -36,7 +36,7 @@ class StepClock(Phases, Protocol):
 
 
 class EvaluationState(EvaluationScope, Protocol):
-    """The evaluations of a training (``metrics.Evaluation``)."""
+    """The evaluations of a training (``evaluation.Evaluation``)."""
 
     owed: bool  # whether a stop request ended an evaluation that was due
 
