@@ -71,6 +71,20 @@ def t_interval_half_width(values: Sequence[float]) -> float | None:
     return factor * statistics.stdev(values) / math.sqrt(degrees + 1)
 
 
+def compare_ends(values: Sequence[float]) -> int:
+    """Return 1 if the last tenth of a series (at least 3 values) is above the first tenth, -1 if it is below, or 0.
+
+    0 means that the means differ by less than two standard errors, or that there are fewer than 6 values.
+    """
+    size = max(3, len(values) // 10)
+    if len(values) < 2 * size:
+        return 0
+    first, last = values[:size], values[-size:]
+    error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / size)
+    change = (sum(last) - sum(first)) / size
+    return 0 if abs(change) <= 2 * error else 1 if change > 0 else -1
+
+
 def mean_with_interval(estimates: Sequence[float], most: float = 1.0) -> tuple[float, Interval]:
     """Return the mean of the problems' estimates (each between 0 and ``most``) with its 95 % interval.
 

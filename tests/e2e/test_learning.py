@@ -66,7 +66,7 @@ def test_a_reward_that_is_the_same_for_all_is_said_everywhere(launch: Callable[.
     status = subprocess.run([grpo, "status", str(run.run_dir)], capture_output=True, text=True, check=True)
     assert re.search(rf"^note +{re.escape(note.format(steps))}\. Fix: ", status.stdout, re.MULTILINE)
     page = (run.run_dir / "report.html").read_text()
-    assert "Notices" in page and f"E{note.format(steps)[1:]}" in page
+    assert "Next steps" in page and f"E{note.format(steps)[1:]}" in page
 
 
 POISON = """

@@ -109,6 +109,29 @@ const actions = {
     return { ...results, restored: shown() };
   },
 
+  copy: async ({ view, page, all }) => {
+    const copied = [];
+    Object.defineProperty(view.navigator, "clipboard", { value: { writeText: async (text) => copied.push(text) } });
+    const copy = async (node) => {
+      node.parentNode.querySelector(".copy").click();
+      await new Promise((done) => setTimeout(done, 10));
+    };
+    const completion = all(".steps .step[open] .said")[0];
+    for (const node of [page.querySelector(".card pre"), completion]) await copy(node);
+    return { copied, text: completion.textContent, label: completion.parentNode.querySelector(".copy").textContent };
+  },
+
+  sort: async ({ page, all }) => {
+    const table = all("#time table")[0], [phase, , , time] = table.querySelectorAll("th");
+    const column = (index) => [...table.tBodies[0].rows].map((row) => row.cells[index].textContent);
+    phase.querySelector("button").click();
+    const names = column(0);
+    time.querySelector("button").click();
+    const result = { names, up: [column(0), time.getAttribute("aria-sort"), phase.getAttribute("aria-sort")] };
+    time.querySelector("button").click();
+    return { ...result, down: [column(0), time.getAttribute("aria-sort")], tables: all("th[aria-sort]").length };
+  },
+
   keyboard: async ({ page, all, figure, press, labels }) => {
     const entropy = figure("Entropy"), full = labels(entropy, "across"), pins = [];
     const tip = () => entropy.querySelector(".tip").textContent.split("\n")[0];

@@ -17,7 +17,7 @@ from .synthetic_runs import make_run, two_samples
 from .test_browser import CHROMIUM, run_chromium
 
 HERE = Path(__file__).parent
-RUN_ACTIONS = ("crosshair", "zoom", "redraw", "legend", "keyboard", "pin", "filters")
+RUN_ACTIONS = ("crosshair", "zoom", "redraw", "legend", "keyboard", "pin", "filters", "copy", "sort")
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 
@@ -117,4 +117,21 @@ def test_completions_are_filtered(results: dict[str, Any]) -> None:
         "unscored": [24, 24, "24 completions"], "truncated": [24, 24, "24 completions"],
         "positive": [24, 24, "24 completions"], "reward": [24, 24, "24 completions"],
         "step": [24, 8, "24 completions"], "both": [9, 9, "9 completions"],
+    }  # fmt: skip
+
+
+def test_commands_and_completions_are_copied(run: Path, results: dict[str, Any]) -> None:
+    copied = results["copy"]
+    command, completion = copied["copied"]
+    assert re.fullmatch(rf"grpo \w+ {run}/recipe.yaml .*", command)
+    assert completion == copied["text"] == "3 times 12 is 36.\n\n<answer>36</answer>"
+    assert copied["label"] == "Copied"
+
+
+def test_a_table_is_sorted_by_any_column(run: Path, results: dict[str, Any]) -> None:
+    phases = ("sample", "score", "update", "sync", "save")
+    seconds = {phase: sum(row[f"seconds/{phase}"] for row in rows_of(run)) for phase in phases}
+    by_time = sorted(phases, key=seconds.__getitem__)
+    assert results["sort"] == {
+        "names": sorted(phases), "up": [by_time, "ascending", None], "down": [by_time[::-1], "descending"], "tables": 1,
     }  # fmt: skip

@@ -105,7 +105,7 @@ def test_the_first_screen_names_the_sampler(tmp_path: Path, mode: str, sampler: 
 def test_every_part_is_there(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path))
     assert headings(page) == {
-        "curves", "rewards", "benchmarks", "completions", "time", "recipe", "plan", "versions", "files"
+        "next-steps", "curves", "rewards", "benchmarks", "completions", "time", "recipe", "plan", "versions", "files"
     }  # fmt: skip
     for title in (
         "Reward", "Single rewards", "KL divergence", "Entropy", "Completion length", "Clipped completions", "Loss",

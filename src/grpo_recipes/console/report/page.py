@@ -32,7 +32,17 @@ ENOUGH_SEEDS = 5  # with fewer seeds, the interval of the mean is too wide to be
 _HERE = Path(__file__).parent
 # Files of ``assets/`` in their order on the page.
 _STYLES = ("base.css", "charts.css", "tables.css", "completions.css", "screens.css")
-_SCRIPTS = ("memory.js", "charts.js", "linked.js", "export.js", "completions.js", "reader.js", "reload.js")
+_SCRIPTS = (
+    "memory.js",
+    "charts.js",
+    "linked.js",
+    "export.js",
+    "completions.js",
+    "reader.js",
+    "tables.js",
+    "copy.js",
+    "reload.js",
+)
 # Control characters, soft hyphen, direction marks and overrides, zero-width and tag characters, lone surrogates.
 _HIDDEN = (
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
@@ -78,6 +88,11 @@ def format_points(values: Iterable[float | None]) -> str:
         "-" if value is None else f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e7 else f"{value:.4g}"
         for value in values
     )
+
+
+def make_anchor(title: str) -> str:
+    """Return the id of a chart in links to it, from its title."""
+    return "chart-" + re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
 def format_mean(
@@ -165,7 +180,7 @@ def _load_templates() -> jinja2.Environment:
     )  # fmt: skip
     functions = (
         format_number, percent, format_duration, plural, format_points, finite_number, mean, t_interval_half_width,
-        format_mean, render_model_text, format_recipe_value, format_command, score_names, mask_secrets,
+        format_mean, make_anchor, render_model_text, format_recipe_value, format_command, score_names, mask_secrets,
     )  # fmt: skip
     templates.filters |= {function.__name__: function for function in functions}
     templates.filters["quoted"] = shlex.quote

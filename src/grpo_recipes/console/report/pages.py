@@ -5,7 +5,6 @@ A comparison groups runs that differ only in their seed, and shows an interval o
 
 import itertools
 import json
-import math
 import re
 import statistics
 import threading
@@ -18,6 +17,7 @@ from typing import Any
 
 from grpo_recipes.console.report import run_charts
 from grpo_recipes.console.report.chart import Chart, choose_window, make_clock, make_curve, make_histogram, split_rows
+from grpo_recipes.console.report.next_steps import make_cards
 from grpo_recipes.console.report.page import (
     ENOUGH_SEEDS,
     SMOKE_BADGE,
@@ -34,10 +34,10 @@ from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.process.reports import plural
 from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.endings import reward_fix
-from grpo_recipes.runs.health import find_notices, finite_number, percent
+from grpo_recipes.runs.health import Notice, find_notices, finite_number, percent
 from grpo_recipes.runs.metric import Metric
 from grpo_recipes.runs.rundir import BEST, Run, read_json, write_atomically
-from grpo_recipes.stats import score_names, t_interval_half_width
+from grpo_recipes.stats import compare_ends, score_names, t_interval_half_width
 
 # Status -> its symbol, and the start of the sentence about the reward.
 _STATUSES = {
@@ -110,7 +110,8 @@ def render_run_page(
         stop_requested=run.summary.get("exit_code") == EXIT_STOPPED,
         checkpoint=find_newest_complete(run.folder / "checkpoints"),
         started=re.sub(r"^(\d{4})(\d\d)(\d\d)-(\d\d)(\d\d)\d\d$", r"\1-\2-\3 \4:\5", stamp),
-        notices=collect_notices(run), reward=run_charts.make_reward_chart(run),
+        notices=describe_gaps(run), cards=make_cards(run, folder, collect_notices(run)),
+        reward=run_charts.make_reward_chart(run),
         curves=run_charts.make_curve_charts(run), rows=rows, points=len(split_rows(rows)), window=choose_window(rows),
         others=charts, same=same, histogram=make_histogram(run.scored), baselines=_BASELINES,
         steps=render_steps(samples_file, len(run.scored) - 1), pairs=pair_prompts(samples_file),
@@ -145,27 +146,25 @@ def make_headline(run: RunRecord) -> str:
         f"from {format_number(outcome.first)} to {format_number(outcome.last)} over {plural(outcome.steps, 'step')}"
     )
     change += ", one step off-policy" if run.value("overlap_generation") else ""
-    size = max(3, len(rewards) // 10)
-    if len(rewards) >= 2 * size:
-        first, last = rewards[:size], rewards[-size:]
-        error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / size)
-        if abs(sum(last) - sum(first)) / size > 2 * error:
-            return f"{status}Reward {'rose' if outcome.last > outcome.first else 'fell'} {change}."
+    if compare_ends(rewards):
+        return f"{status}Reward {'rose' if outcome.last > outcome.first else 'fell'} {change}."
     return f"{status}Reward changed little, {change}."
 
 
-def collect_notices(run: RunRecord) -> list[str]:
-    """Read the run's files and return a sentence for each problem of the training; [] if there is none.
+def collect_notices(run: RunRecord) -> list[Notice]:
+    """Return the signs that a run does not learn, without "not finite", which ``describe_gaps`` names by metric."""
+    rows = read_rows(run.folder / "metrics.jsonl")
+    notices = find_notices(rows, run.value, over=run.status != "running")
+    return [notice for notice in notices if notice.name != "not finite"]
 
-    Problems are the notices of ``find_notices``, dropped prompts that were too long, metrics that were inf or nan, and
-    unreadable lines of ``metrics.jsonl``.
+
+def describe_gaps(run: RunRecord) -> list[str]:
+    """Return a sentence for each gap in the data of the training; [] if there is none.
+
+    Gaps are dropped prompts that were too long, metrics that were inf or nan, and unreadable lines of
+    ``metrics.jsonl``.
     """
-    metrics = run.metrics
-    sentences = [
-        f"{notice.text[0].upper()}{notice.text[1:]}: {notice.fix}."
-        for notice in find_notices(read_rows(run.folder / "metrics.jsonl"), run.value, over=run.status != "running")
-        if notice.name != "not finite"  # reported below, for each metric
-    ]
+    metrics, sentences = run.metrics, list[str]()
     for counts in [*read_rows(run.folder / "prompts.jsonl")][-1:]:  # the last attempt
         if too_long := counts.get("too_long"):
             sentences.append(

@@ -219,6 +219,16 @@ function updateLegends() {
   }
 }
 
+// --- links from a card to a chart at a step
+
+for (const link of document.querySelectorAll(".card a[data-step]")) {
+  link.addEventListener("click", () => {
+    const target = charts.find((chart) => `#${chart.figure.id}` === link.hash);
+    target?.figure.closest("details")?.setAttribute("open", "");
+    if (target) showAt(convert(clocks[0], "step", view.axis, Number(link.dataset.step)), target);
+  });
+}
+
 // --- the toolbar
 
 const toolbar = charts.length && clocks.length ? makeToolbar() : null;

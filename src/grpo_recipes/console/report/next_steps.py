@@ -1,0 +1,116 @@
+"""Cards with what to try next: each sign that a run does not learn, with a chart to look at and a command to copy.
+
+The signs come from ``runs.health``. A completed run without a sign gets cards for its usual next steps.
+"""
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.console.report.read import RunRecord
+from grpo_recipes.console.report.run_charts import METRICS
+from grpo_recipes.paths import display_path
+from grpo_recipes.runs.health import Notice
+from grpo_recipes.stats import compare_ends
+
+_TASKS = ("grpo", "maxent")  # trainers that `grpo launch` starts from a recipe
+_NEAR_MAXIMUM = 0.95  # share of the highest reward of a completion, from which the data is too easy
+Value = Callable[[str], Any]  # returns the value of a recipe key in the run
+
+
+@dataclass(frozen=True)
+class Card:
+    """A next step."""
+
+    title: str
+    text: str
+    chart: str = ""  # title of the chart that shows it
+    step: int | None = None  # first step that shows it
+    command: str = ""  # to copy; "" if the step has none
+    serious: bool = False  # the run learns little or nothing
+
+
+@dataclass(frozen=True)
+class _Advice:
+    """The card of a health rule: title, chart, and new values of recipe keys."""
+
+    title: str
+    chart: str
+    factors: dict[str, float] = field(default_factory=dict)  # recipe key -> factor of its current value
+
+
+_CUT_OFF, _SIGNAL = METRICS["completions/clipped_ratio"].title, METRICS["frac_reward_zero_std"].title
+_GRADIENT, _WRONG = METRICS["grad_norm"].title, METRICS["maxent/incorrect_mass"].title
+# Name of a rule in ``runs.health`` -> its card.
+_ADVICE = {
+    "zero reward": _Advice("No completion is rewarded", "Reward"),
+    "silent reward": _Advice("A reward is always 0", "Single rewards"),
+    "no signal": _Advice("Nothing is learned", _SIGNAL, {"num_generations": 2}),
+    "few signals": _Advice("Most groups teach nothing", _SIGNAL, {"num_generations": 2}),
+    "no gradient": _Advice("No weight changes", _GRADIENT),
+    "learning rate": _Advice("The learning rate is near 0", METRICS["learning_rate"].title),
+    "kl": _Advice("Far from the reference", METRICS["kl"].title, {"learning_rate": 0.5, "beta": 2}),
+    "entropy": _Advice("Little exploration", METRICS["entropy"].title, {"learning_rate": 0.5}),
+    "all cut off": _Advice("Every completion is cut off", _CUT_OFF, {"max_completion_length": 2}),
+    "cut off": _Advice("Many completions are cut off", _CUT_OFF, {"max_completion_length": 2}),
+    "unscored": _Advice("Completions without a score", "Unscored", {"reward_timeout": 2}),
+    "steep": _Advice("Steep gradients", _GRADIENT, {"learning_rate": 0.5}),
+    "wrong weights": _Advice("Weight on wrong answers", _WRONG, {"maxent_tau": 0.5}),
+    "tau at its limit": _Advice("The temperature is at its limit", METRICS["maxent/tau"].title),
+}
+
+
+def make_cards(run: RunRecord, folder: Path, notices: list[Notice]) -> list[Card]:
+    """Return a card for each notice, or the usual next steps of a completed run without notices.
+
+    ``folder`` is the run directory in the commands.
+    """
+    recipe = shlex.quote(f"{display_path(folder)}/recipe.yaml")
+    if notices:
+        return [_make_notice_card(run, recipe, notice) for notice in notices]
+    return _list_usual_steps(run, shlex.quote(display_path(folder)), recipe) if run.status == "completed" else []
+
+
+def _make_notice_card(run: RunRecord, recipe: str, notice: Notice) -> Card:
+    """Return the card of a notice, with a command that starts the recipe with other values."""
+    advice = _ADVICE.get(notice.name, _Advice(notice.name.capitalize(), ""))
+    text = f"{notice.text[0].upper()}{notice.text[1:]}. To fix it, {notice.fix}."
+    flags = _change_values(run.value, advice)
+    command = f"grpo launch {recipe} {flags}" if flags and run.plan.get("task") in _TASKS else ""
+    return Card(advice.title, text, advice.chart, notice.first, command, notice.serious)
+
+
+def _change_values(value: Value, advice: _Advice) -> str:
+    """Return flags with the new values of an advice; keys without a number or with 0 have none."""
+    numbers = {key: value(key) for key in advice.factors}
+    changed = {
+        key: type(number)(number * advice.factors[key])
+        for key, number in numbers.items()
+        if isinstance(number, int | float) and number
+    }
+    return " ".join(f"--{key} {number:g}" for key, number in changed.items())
+
+
+def _list_usual_steps(run: RunRecord, folder: str, recipe: str) -> list[Card]:
+    """Return the next steps of a completed run that shows no sign of a problem."""
+    cards, rewards = [], run.metrics.known("reward")
+    highest = max((max(row.rewards) for row in run.scored if row.rewards), default=None)
+    is_solved = bool(rewards and highest and (run.outcome.last or 0.0) >= _NEAR_MAXIMUM * highest > 0)
+    if is_solved:
+        text = (
+            f"The reward reached {run.outcome.last:.3g} of at most {highest:.3g}. More steps on this data teach little."
+        )
+        cards.append(Card("Use harder prompts", text, "Reward"))
+    elif compare_ends(rewards[len(rewards) // 2 :]) > 0 and run.plan.get("task") in _TASKS:
+        steps = int(2 * run.outcome.steps)
+        text = "The reward still rises in the second half of the run."
+        cards.append(Card("Train longer", text, "Reward", command=f"grpo launch {recipe} --max_steps {steps}"))
+    if not run.benchmarks:
+        text = "Rewards of training prompts do not show how the model does on other prompts."
+        cards.append(Card("Evaluate the model", text, command=f"grpo eval {folder}"))
+    if run.plan.get("task") in _TASKS:
+        text = "One seed can't show whether a change helps. Five or more seeds give an interval."
+        cards.append(Card("Repeat it with other seeds", text, command=f"grpo sweep {recipe} seed=1..5"))
+    return cards

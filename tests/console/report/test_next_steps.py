@@ -1,0 +1,78 @@
+"""Cards with what to try next: every health rule has one, and its command is valid."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_recipes.console.report import next_steps
+from grpo_recipes.console.report.next_steps import Card, make_cards
+from grpo_recipes.console.report.read import read_run
+from grpo_recipes.recipe import read_recipe
+from grpo_recipes.runs import health
+from grpo_recipes.runs.health import Notice
+
+from .synthetic_runs import make_run
+from .test_pages_run import page_of
+
+RECIPES = Path(__file__).parents[3] / "recipes/smoke"
+RULES = [rule.name for rule in health._RULES]
+
+
+def cards_of(folder: Path, *names: str) -> list[Card]:
+    notices = [Notice(name, "the text", "lower it", 7, 60, True) for name in names]
+    return make_cards(read_run(folder), folder, notices)
+
+
+def test_every_rule_has_a_card_with_a_chart_of_the_page() -> None:
+    assert next_steps._ADVICE.keys() == set(RULES) - {"not finite"}  # the page lists these by metric
+
+
+def test_a_card_says_what_was_seen_and_links_to_its_chart(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=30)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.dumps(row | {"kl": 2.0 + row["step"] / 10}) for row in rows]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    page = page_of(folder)
+    section = page.text[page.text.index("Far from the reference") : page.text.index("KL divergence from step")]
+    assert "The KL divergence from the reference is 4.55 nats per token. To fix it, lower learning_rate (now" in section
+    assert f"grpo launch {folder}/recipe.yaml --learning_rate 5e-07 --beta 0.08" in section
+    links = {attributes["href"]: attributes for tag, attributes in page.elements if tag == "a"}
+    assert links["#chart-kl-divergence"]["data-step"] == "1"
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert "chart-kl-divergence" in ids and len(ids) == len(set(ids))
+
+
+def test_a_completed_run_without_a_sign_has_its_usual_next_steps(tmp_path: Path) -> None:
+    titles = [card.title for card in cards_of(make_run(tmp_path, steps=60))]
+    assert titles == ["Train longer", "Repeat it with other seeds"]
+    summary: dict[str, Any] = {"benchmarks": {}}
+    titles = [card.title for card in cards_of(make_run(tmp_path / "flat", steps=60, lift=0.0, summary=summary))]
+    assert titles == ["Evaluate the model", "Repeat it with other seeds"]
+    solved = make_run(tmp_path / "solved", steps=12)
+    rows = [json.loads(line) | {"reward": 1.5} for line in (solved / "metrics.jsonl").read_text().splitlines()]
+    (solved / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cards_of(solved)[0].title == "Use harder prompts"
+    assert cards_of(make_run(tmp_path / "live", steps=60, summary={"status": "running"})) == []
+
+
+@pytest.mark.parametrize(("recipe", "settings"), [("grpo.yaml", []), ("maxent.yaml", ["--maxent_tau", "0.5"])])
+def test_the_command_of_every_card_is_valid(tmp_path: Path, recipe: str, settings: list[str]) -> None:
+    folder = make_run(tmp_path, steps=60)
+    (folder / "recipe.yaml").write_text(read_recipe(RECIPES / recipe, settings, {}).as_yaml())
+    commands = [card.command for card in cards_of(folder, *RULES) + cards_of(folder) if " launch " in card.command]
+    flags = dict.fromkeys(flag for command in commands for flag in re.findall(r"--\w+ \S+", command))
+    assert {"--num_generations", "--max_completion_length"} <= {flag.split()[0] for flag in flags}
+    assert ("--maxent_tau 0.25" in flags) == (recipe == "maxent.yaml")
+    assert {shlex.split(command)[2] for command in commands} == {str(folder / "recipe.yaml")}
+    grpo = str(Path(sys.executable).with_name("grpo"))
+    argv = [grpo, "check", str(folder / "recipe.yaml"), *shlex.split(" ".join(flags))]
+    checked = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
