@@ -187,7 +187,7 @@ def fill(markdown: str) -> str:
 
 
 def files_with(word: str) -> list[tuple[str, list[int]]]:
-    """Return the files of the package that contain ``word`` as a whole, from the ground up, each with its lines.
+    """Return the files of the package with a whole word that matches ``word``, from the ground up, each with its lines.
 
     Config converters are left out: they write keys under the names of other projects, and no value passes them.
     """
@@ -196,9 +196,8 @@ def files_with(word: str) -> list[tuple[str, list[int]]]:
     for module, path in modules().items():
         if ".converters" in module or ".dialects." in module or "extensions.migrate" in module:
             continue
-        numbers = [
-            number for number, line in enumerate(path.read_text().splitlines(), 1) if re.search(rf"\b{word}\b", line)
-        ]
+        lines = enumerate(path.read_text().splitlines(), 1)
+        numbers = [number for number, line in lines if re.search(rf"\b(?:{word})\b", line)]
         if numbers:
             files.append((height.get(package(module), 0), path.relative_to(SOURCE).as_posix(), numbers))
     return [(name, numbers) for _, name, numbers in sorted(files)]

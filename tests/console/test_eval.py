@@ -374,6 +374,10 @@ def test_a_deleted_file_of_completions_is_not_scored_by_old_scores(evaluate, mon
         (["my.yaml", "--base-url", "localhost"], "--base-url: 'localhost' is not an address"),
         (["my.yaml", "--base-url", "http://127.0.0.1:9", "--served-model-name", "x"], "--base-url: no server answers"),
         (["my.yaml", "--vllm_max_model_length", "12"], "vllm_max_model_length: a prompt and a completion have up to"),
+        (
+            ["my.yaml", "--max_completion_length", "null"],
+            "--max_completion_length: grpo eval needs a limit. Fix: set max",
+        ),
         (["alone.yaml"], "--dataset: 'rows.jsonl' has no split 'test' to evaluate on"),
         (["my.yaml", "--num-generation", "2"], "--num-generation"),
         (

@@ -15,11 +15,14 @@ PAGE = (REPOSITORY / "docs/how-it-works.md").read_text()
 MOST_FILES = 10
 
 
-@pytest.mark.parametrize("key", ["maxent_tau", "vllm_mode", "save_steps"])
-def test_the_way_of_a_key_is_that_of_the_code(key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "attribute"), [("maxent_tau", "maxent.tau"), ("vllm_mode", "server.mode"), ("save_steps", "run.save_steps")]
+)
+def test_the_way_of_a_key_is_that_of_the_code(key: str, attribute: str) -> None:
     section = PAGE.split(f"### {key}\n")[1].split("\n#")[0]
     told = re.findall(r"^\| `([\w/]+\.py)` \| .+ \|$", section, re.MULTILINE)
-    assert sorted(told) == sorted(name for name, _ in packages.files_with(key)) and len(told) <= MOST_FILES
+    word = rf"{key}|(?:recipe|r)\.{attribute}"
+    assert sorted(told) == sorted(name for name, _ in packages.files_with(word)) and len(told) <= MOST_FILES
 
 
 def test_the_way_of_a_key_of_an_extension_is_that_of_the_code() -> None:

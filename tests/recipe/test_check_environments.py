@@ -57,6 +57,12 @@ def game(opponents: str, mixed: bool) -> dict[str, Any]:
     return PLAYS | {"environment": entry["id"], "environment_args": entry["args"]}
 
 
+def test_an_episode_needs_a_limit(read: Read) -> None:
+    (problem,) = check(read(**PLAYS, max_completion_length=None), {})
+    assert str(problem).endswith("episodes need a limit. Fix: set max_completion_length, e.g. 256")
+    assert check(read(**PLAYS, max_completion_length=256), {}) == []
+
+
 def test_a_server_of_openenv_needs_the_network(read: Read) -> None:
     pytest.importorskip("openenv")
     keys = PLAYS | {"environment": "openenv:http://127.0.0.1:9"}

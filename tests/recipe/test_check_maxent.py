@@ -123,6 +123,7 @@ def test_no_other_word_is_a_tau(tmp_path: Path, written: str, read):
         ({**LISTWISE, "max_completion_length": 99}, math.exp(5), None),
         ({**LISTWISE, "max_completion_length": 100}, math.exp(5), "maxent_policy_spread: 1 widens it"),
         ({**LISTWISE, **KAPPA, "max_completion_length": 900}, math.exp(5), "with maxent_policy_temperature 2:"),
+        ({**LISTWISE, "max_completion_length": None}, math.exp(5), "(max_completion_length is not set)"),
         ({**WIDENED, "max_completion_length": 900}, math.exp(5), None),
         ({**WIDENED, "maxent_beta": 0.3, "maxent_q_temperature": 0.5}, math.exp(4), None),
         ({**MLE, "maxent_tau": 0.2, "maxent_q_epsilon": 0.1}, (0.6 / 0.4) ** 5, None),

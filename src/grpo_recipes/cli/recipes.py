@@ -119,7 +119,7 @@ def check(options: argparse.Namespace) -> int:
     with _json_report(options, notes=[], deep=[]) as report:
         recipe = chosen_recipe(options)
         optional_notes = [
-            describe_gated_model(recipe["model_name_or_path"]),
+            describe_gated_model(recipe.model.name),
             schema_note(recipe.path),
             *reward_notes(recipe),
         ]

@@ -76,10 +76,10 @@ def chat(options: argparse.Namespace) -> int:
         else:
             client = connect_to_server(url, options.backend, options.model, _WAIT)
         _print_line(f"{client.model if url else display_path(model)} is ready; {_HELP}")
-        system = recipe["system_prompt"] if options.system is None else options.system
-        max_tokens = options.max_tokens or recipe["max_completion_length"] or 1024
+        system = recipe.model.system_prompt if options.system is None else options.system
+        max_tokens = options.max_tokens or recipe.sampling.max_completion_length or 1024
         sampling = make_sampling_parameters(recipe, options.temperature, max_tokens, options.seed)
-        return _Conversation(client, sampling, recipe["chat_template_kwargs"] or {}, system).run()
+        return _Conversation(client, sampling, recipe.model.chat_template_kwargs or {}, system).run()
 
 
 def exit_on_sigterm(*_: int | FrameType | None) -> NoReturn:

@@ -135,8 +135,8 @@ def _evaluate(options: argparse.Namespace) -> int:
     recipe = subject.recipe
     require_dataset(recipe)
     os.environ.update(hub_environment(os.environ))
-    n = options.num_generations or (1 if options.temperature == 0 else recipe["num_generations_eval"])
-    n = n or recipe["num_generations"]
+    n = options.num_generations or (1 if options.temperature == 0 else recipe.evaluation.num_generations_eval)
+    n = n or recipe.batch.num_generations
     if options.k and max(options.k) > n:
         message = f"pass@{max(options.k)} needs {max(options.k)} completions per prompt, got {n}"
         raise config_error("--k", message, f"use --num-generations {max(options.k)}, or a k of at most {n}")
@@ -173,8 +173,12 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _get_max_tokens(recipe: Recipe) -> int:
-    """Return the maximum tokens of a completion: eval_max_completion_length, or if unset max_completion_length."""
-    return int(recipe["eval_max_completion_length"] or recipe["max_completion_length"])
+    """Return eval_max_completion_length, or if unset max_completion_length. Raise ConfigError if neither is set."""
+    limit = recipe.evaluation.max_completion_length or recipe.sampling.max_completion_length
+    if limit is None:
+        fix = "set max_completion_length, e.g. 256"
+        raise ConfigError(recipe.problem("max_completion_length", "grpo eval needs a limit", fix))
+    return limit
 
 
 def _make_eval_sampling(recipe: Recipe, temperature: float | None) -> "SamplingParameters":
@@ -182,11 +186,11 @@ def _make_eval_sampling(recipe: Recipe, temperature: float | None) -> "SamplingP
 
     ``temperature`` None means the recipe's eval_temperature.
     """
-    seed = recipe["seed"] if recipe["eval_sampling_seed"] is None else recipe["eval_sampling_seed"]
+    seed = recipe.batch.seed if recipe.evaluation.sampling_seed is None else recipe.evaluation.sampling_seed
     if temperature is None:
-        temperature = recipe["eval_temperature"]
+        temperature = recipe.evaluation.temperature
     sampling = make_sampling_parameters(recipe, temperature, _get_max_tokens(recipe), seed)
-    return sampling if recipe["eval_top_p"] is None else replace(sampling, top_p=recipe["eval_top_p"])
+    return sampling if recipe.evaluation.top_p is None else replace(sampling, top_p=recipe.evaluation.top_p)
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -218,7 +222,7 @@ class _Subject:
     @property
     def model(self) -> str:
         """The model: a folder, a hub id, or the name of a built-in model."""
-        return str(self.recipe["model_name_or_path"])
+        return self.recipe.model.name
 
     @functools.cached_property
     def weights(self) -> str:
@@ -330,12 +334,12 @@ def _load_prompts(subject: _Subject) -> tuple[Rows, list[list[int]], Any]:
         """Return the folder of a dataset from the run's record or from the downloads; None if it is in neither."""
         return next((path for lookup in lookups if (path := lookup(*name))), None)
 
-    tokenizer, kwargs = load_tokenizer(recipe, subject.weights), recipe["chat_template_kwargs"]
-    loaded = load_eval_prompts(make_trainer_arguments(recipe), tokenizer, recipe["seed"], kwargs, fetched)
+    tokenizer, kwargs = load_tokenizer(recipe, subject.weights), recipe.model.chat_template_kwargs
+    loaded = load_eval_prompts(make_trainer_arguments(recipe), tokenizer, recipe.batch.seed, kwargs, fetched)
     say(str(loaded))
     rows = loaded.dataset.to_list()
-    ids = render_prompts(make_renderer(recipe["chat_template"], tokenizer, kwargs), rows)
-    longest, limit = max(map(len, ids)) + _get_max_tokens(recipe), recipe["vllm_max_model_length"]
+    ids = render_prompts(make_renderer(recipe.model.chat_template, tokenizer, kwargs), rows)
+    longest, limit = max(map(len, ids)) + _get_max_tokens(recipe), recipe.server.max_model_length
     if limit is not None and longest > limit:
         message = f"a prompt and a completion have up to {longest} tokens, but vllm_max_model_length is {limit}"
         raise config_error(
@@ -359,7 +363,7 @@ def _load_rewards(subject: _Subject, rows: Rows) -> Iterator[tuple[list["Reward"
     from grpo_recipes.rewards.probe import convert_reward_errors
 
     recipe = subject.recipe
-    names = recipe["reward_funcs"]
+    names = recipe.rewards.funcs
     with convert_reward_errors(recipe), tempfile.TemporaryDirectory() as folder:
         copies = Path(folder) / REWARD_COPIES
         if subject.run and (subject.run.folder / REWARD_COPIES).is_dir():
@@ -369,7 +373,7 @@ def _load_rewards(subject: _Subject, rows: Rows) -> Iterator[tuple[list["Reward"
                 raise ConfigError(*problems)
             files = {name: copy_path(name, copies) for name in names if ":" in name}
             keys = sorted({*reward_keys(names), "reward_timeout"})
-            code: dict[str, Any] = {"reward_funcs": names, "reward_weights": recipe["reward_weights"]}
+            code: dict[str, Any] = {"reward_funcs": names, "reward_weights": recipe.rewards.weights}
             code |= {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items()}
             yield rewards, {**code, **{key: recipe[key] for key in keys}}
 
@@ -479,7 +483,7 @@ def _summarize_scores(
     completions = [completion for row in scored for completion in row["completions"]]
     scores = [[completion["rewards"][name] for name in names] for completion in completions]
     values = [[math.nan if score is None else score for score in row] for row in scores]
-    weights = torch.tensor(recipe["reward_weights"] or [1.0] * len(names), dtype=torch.float32)
+    weights = torch.tensor(recipe.rewards.weights or [1.0] * len(names), dtype=torch.float32)
     rewards = torch.tensor(values, dtype=torch.float32), names, weights
     totals = sum_weighted_rewards(rewards[0], weights).tolist()
     for completion, total, right in zip(completions, totals, judge_completions(*rewards), strict=True):

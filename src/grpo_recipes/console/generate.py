@@ -21,7 +21,6 @@ from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.paths import display_path
 from grpo_recipes.plan.commands import hub_environment
-from grpo_recipes.plan.ports import DEFAULT_PORTS
 from grpo_recipes.process.reports import say
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import SERVER_BACKENDS
@@ -78,14 +77,14 @@ def generate(options: argparse.Namespace) -> int:
         options.flags = [*options.flags, f"--dataset_train_split={options.split}"]
     recipe = chosen_recipe(options)
     require_dataset(recipe)
-    if options.split is not None and recipe["dataset_mixture"]:
+    if options.split is not None and recipe.data.mixture:
         fix = "leave it out, or use one of the datasets with --dataset_name"
         raise config_error("--split", "each dataset of dataset_mixture has its own split", fix)
     os.environ.update(hub_environment(os.environ))
     from grpo_recipes.rollouts.generate import generate as sample_completions
     from grpo_recipes.rollouts.generate import open_completions
 
-    host, port = recipe["vllm_server_host"], recipe["vllm_server_port"] or DEFAULT_PORTS["vllm_server_port"]
+    host, port = recipe.server.host, recipe.server.port
     url = options.base_url or f"http://{host}:{port}"
     client = connect_to_server(url, options.backend, options.model, options.wait, **read_request_limits(options))
     model = str(client.model)
@@ -95,7 +94,8 @@ def generate(options: argparse.Namespace) -> int:
 
         repo = push.check_dataset_repository(options.push, "--push", os.environ)
     rows, prompts = _load_prompts(recipe, options.limit)
-    sampling = make_sampling_parameters(recipe, options.temperature, recipe["max_completion_length"], recipe["seed"])
+    limit = recipe.sampling.max_completion_length
+    sampling = make_sampling_parameters(recipe, options.temperature, limit, recipe.batch.seed)
     settings = collect_generation_settings(
         recipe, _DATA_KEYS, model, options.backend, options.num_generations, sampling, prompts[0]
     )
@@ -179,11 +179,11 @@ def _load_prompts(recipe: Recipe, limit: int | None) -> tuple[list[dict[str, Any
     from grpo_recipes.data.prompts import load_prompts, make_renderer
 
     disable_progress_bars()
-    sources, kwargs = find_assets(recipe, os.environ), recipe["chat_template_kwargs"]
-    tokenizer = load_tokenizer(recipe, sources.model.path if sources.model else recipe["model_name_or_path"])
-    loaded = load_prompts(make_trainer_arguments(recipe), tokenizer, 1, recipe["seed"], kwargs, sources.lookup)
+    sources, kwargs = find_assets(recipe, os.environ), recipe.model.chat_template_kwargs
+    tokenizer = load_tokenizer(recipe, sources.model.path if sources.model else recipe.model.name)
+    loaded = load_prompts(make_trainer_arguments(recipe), tokenizer, 1, recipe.batch.seed, kwargs, sources.lookup)
     rows = loaded.dataset.select(range(min(limit or len(loaded.dataset), len(loaded.dataset)))).to_list()
-    return rows, render_prompts(make_renderer(recipe["chat_template"], tokenizer, kwargs), rows)
+    return rows, render_prompts(make_renderer(recipe.model.chat_template, tokenizer, kwargs), rows)
 
 
 def make_trainer_arguments(recipe: Recipe) -> Any:
@@ -204,10 +204,10 @@ def load_tokenizer(recipe: Recipe, name: str) -> Any:
 
     For a smoke model (``smoke:...``), the tokenizer is built in memory, so its folder need not exist.
     """
-    if recipe["model_name_or_path"].startswith(SMOKE_SCHEME):
+    if recipe.model.name.startswith(SMOKE_SCHEME):
         from grpo_recipes.smoke import build_tokenizer
 
-        return build_tokenizer(mafia=recipe["model_name_or_path"] == "smoke:mafia")
+        return build_tokenizer(mafia=recipe.model.name == "smoke:mafia")
     from transformers import AutoTokenizer
 
     def load_error(error: Exception) -> ConfigError:
@@ -215,13 +215,13 @@ def load_tokenizer(recipe: Recipe, name: str) -> Any:
         message = f"the tokenizer can't be loaded ({' '.join(str(error).split())[:200]})"
         return config_error(recipe.location("model_name_or_path"), message, "use a model with tokenizer files")
 
-    revision = "main" if os.path.isdir(name) else recipe["model_revision"]
+    revision = "main" if os.path.isdir(name) else recipe.model.revision
     with translate_errors((OSError, ValueError), load_error):
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=recipe["trust_remote_code"])
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=recipe.model.trust_remote_code)
 
 
 def make_sampling_parameters(
-    recipe: Recipe, temperature: float | None, max_tokens: int, seed: int | None
+    recipe: Recipe, temperature: float | None, max_tokens: int | None, seed: int | None
 ) -> "SamplingParameters":
     """Return sampling parameters with the recipe's top_p, top_k, min_p and repetition_penalty.
 
@@ -230,7 +230,7 @@ def make_sampling_parameters(
     from grpo_recipes.rollouts.openai import SamplingParameters
 
     keys: dict[str, Any] = {key: recipe[key] or 0 for key in ("top_p", "top_k", "min_p", "repetition_penalty")}
-    keys["temperature"] = recipe["temperature"] if temperature is None else temperature
+    keys["temperature"] = recipe.sampling.temperature if temperature is None else temperature
     return SamplingParameters(max_tokens=max_tokens, seed=seed, **keys)
 
 

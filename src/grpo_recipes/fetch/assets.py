@@ -141,31 +141,31 @@ def _iterate_recipe_assets(recipe: Recipe) -> Iterator[Asset]:
     def dataset(key: str, name: str | None, config: str | None, split: str | None, limit: int | None = None) -> Asset:
         return Asset(kind=DATASET, id=name or "", config=config, split=split, limit=limit, where=recipe.source(key))
 
-    model, where = recipe["model_name_or_path"] or "", recipe.source("model_name_or_path")
-    code = bool(recipe["trust_remote_code"])
-    yield Asset(kind=MODEL, id=model, revision=recipe["model_revision"], where=where, code=code)
-    if reference := recipe["ref_model_name_or_path"]:
+    model, where = recipe.model.name, recipe.source("model_name_or_path")
+    code = recipe.model.trust_remote_code
+    yield Asset(kind=MODEL, id=model, revision=recipe.model.revision, where=where, code=code)
+    if reference := recipe.loss.ref_model_name_or_path:
         yield Asset(kind=MODEL, id=reference, where=recipe.source("ref_model_name_or_path"), code=code)
-    streaming, mixture, config = recipe["dataset_streaming"], recipe["dataset_mixture"], recipe["dataset_config"]
+    streaming, mixture, config = recipe.data.streaming, recipe.data.mixture, recipe.data.config
     if mixture:
         for entry in mixture.get("datasets", []):
             yield dataset("dataset_mixture", entry.get("id"), entry.get("config"), entry.get("split") or "train")
     else:
-        most_prompts = recipe["max_train_prompts"] if streaming else None
+        most_prompts = recipe.data.max_train_prompts if streaming else None
         limit = _ROWS_PER_PROMPT * most_prompts if most_prompts else None
-        yield dataset("dataset_name", recipe["dataset_name"], config, recipe["dataset_train_split"], limit)
-    if recipe["eval_strategy"] != "no":
+        yield dataset("dataset_name", recipe.data.name, config, recipe.data.train_split, limit)
+    if recipe.evaluation.strategy != "no":
         # For a stream: enough rows that the share eval_subsample of them has eval_max_prompts rows.
-        limit = math.ceil(recipe["eval_max_prompts"] / recipe["eval_subsample"]) if streaming else None
-        if recipe["eval_dataset_name"]:
-            name, split = recipe["eval_dataset_name"], recipe["eval_dataset_split"]
-            yield dataset("eval_dataset_name", name, recipe["eval_dataset_config"], split, limit)
+        limit = math.ceil(recipe.evaluation.max_prompts / recipe.evaluation.subsample) if streaming else None
+        if recipe.evaluation.dataset_name:
+            name, split = recipe.evaluation.dataset_name, recipe.evaluation.dataset_split
+            yield dataset("eval_dataset_name", name, recipe.evaluation.dataset_config, split, limit)
         elif not mixture:
-            yield dataset("dataset_name", recipe["dataset_name"], config, recipe["dataset_test_split"], limit)
+            yield dataset("dataset_name", recipe.data.name, config, recipe.data.test_split, limit)
     for list_extension_assets in parts("assets"):
         for key, name, config, split in list_extension_assets(recipe.__getitem__):
             yield dataset(key, name, config, split)
-    for name, config, split in benchmark_sources(recipe["benchmarks"] or ()):
+    for name, config, split in benchmark_sources(recipe.evaluation.benchmarks):
         yield dataset("benchmarks", name, config, split)
 
 

@@ -141,7 +141,7 @@ def freeze_inputs(run: Run, recipe: Recipe, plan: Plan, update_rewards: bool = F
     """
     with recording_changes(run.folder):
         rundir.write_atomically(run.folder / "recipe.yaml", recipe.as_yaml())
-        for spec in recipe["callbacks"]:
+        for spec in recipe.run.callbacks:
             copy_source(spec, run.folder / "callbacks")
         plan.notes.extend(notes := copy_reward_files(user_code(recipe.__getitem__), run.folder, update_rewards))
         if update_rewards:
@@ -241,7 +241,7 @@ def decide_outcome(attempt: Attempt, ending: Ending, wants_requeue: bool, job: S
         idle_trained = summary.get("idle_trained", 0) + has_trained
     refusal = ""
     if job and wants_requeue and ending.code == EXIT_STOPPED:
-        max_requeues = attempt.recipe["max_requeues"]
+        max_requeues = attempt.recipe.run.max_requeues
         if (folder / NO_REQUEUE).exists():
             refusal = "grpo stop was called"
         elif job.restarts >= max_requeues:
@@ -310,7 +310,7 @@ def _print_ending(attempt: Attempt, outcome: Outcome, summary: Mapping[str, Any]
             fix = f"{fix + '; then ' if fix else ''}{command}{rundir.describe_damaged_rows(folder)}"
         next_step = "nothing, Slurm starts the job again" if outcome.job else fix or "launch the recipe again"
     else:
-        is_best = attempt.recipe["load_best_model_at_end"] and "best_step" in summary
+        is_best = attempt.recipe.evaluation.load_best_model_at_end and "best_step" in summary
         of_step = f" (step {summary['best_step']})" if is_best else ""
         model = f"{display_path(folder / 'model')}{of_step}{attempt.hooks.on_model(folder)}"
         next_step = attempt.hooks.next_command(folder)

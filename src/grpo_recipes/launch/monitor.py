@@ -272,8 +272,8 @@ class Monitor:
             self._health.add(row)
             self._walltime.observe(row)
         recipe = self._attempt.recipe
-        self._rank_stalls = RankStallDetector(recipe["stall_timeout"], recipe["weight_sync_timeout"])
-        self._server_stalls = ServerStallDetector(self._attempt.recipe["server_stall_timeout"])
+        self._rank_stalls = RankStallDetector(recipe.processes.stall_timeout, recipe.server.weight_sync_timeout)
+        self._server_stalls = ServerStallDetector(self._attempt.recipe.server.stall_timeout)
 
     def tick(self) -> Ending | None:
         """Print progress and run all checks that are due; return an ending, or None if the run continues.
@@ -319,7 +319,7 @@ class Monitor:
                 say(f"note: {notice}")
         for row in self._evaluations.read_new():
             print_line(format_evaluation(row))
-        interval = self._attempt.recipe["show_completion_steps"]
+        interval = self._attempt.recipe.run.show_completion_steps
         for row in self._samples.read_new():
             if interval and (self._printed_step < 0 or row["step"] >= self._printed_step + interval):
                 for line in format_sample(row, self._printed_samples):
@@ -367,7 +367,7 @@ class Monitor:
 
         The server gets a request only every few seconds, and none after a request to stop.
         """
-        limit, server = self._attempt.recipe["server_stall_timeout"], self._server()
+        limit, server = self._attempt.recipe.server.stall_timeout, self._server()
         if server is None or self._stop.requested or now < self._next_server:
             return None
         self._next_server = now + min(_SERVER_SECONDS, limit / 5)

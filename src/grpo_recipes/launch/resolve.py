@@ -151,7 +151,7 @@ def is_finished(run: Run, recipe: Recipe, options: Options) -> bool:
     """
     summary, newest = run.summary, find_newest_complete(run.folder / "checkpoints")
     flags = {*options.keys, *(key for key, _ in read_flags(options.flags, []))}
-    limit = "max_steps" if recipe["max_steps"] > 0 else "num_train_epochs"
+    limit = "max_steps" if recipe.batch.max_steps > 0 else "num_train_epochs"
     if recipe[limit] <= _read_trained(run)[limit]:
         flags -= {"max_steps", "num_train_epochs"}  # these steps are done, and max_steps takes precedence over epochs
     requests_change = flags or options.update_rewards or "error" in (summary.get("published") or {})
@@ -191,7 +191,7 @@ def _require_changed_rewards(run: Run, recipe: Recipe) -> None:
 
 
 def _run_root(recipe: Recipe) -> Path:
-    return Path(os.path.expanduser(recipe["run_root"]))
+    return Path(os.path.expanduser(recipe.run.root))
 
 
 def create_log_folders() -> None:
@@ -226,7 +226,7 @@ def choose_names(recipe: Recipe, run: Run | None = None) -> Names:
     Nothing is created. The served name is random.
     """
     stamp = rundir.timestamp()
-    name = run.name if run else (recipe["run_name"] or recipe.path.stem.removeprefix("config_"))
+    name = run.name if run else (recipe.run.name or recipe.path.stem.removeprefix("config_"))
     folder = run.folder if run else (_run_root(recipe) / f"{name}-{stamp}").absolute()
     return Names(folder, name, f"{name}-{secrets.token_hex(4)}", stamp)
 
@@ -280,7 +280,7 @@ def require_same_data_order(run: Run, recipe: Recipe, plan: Plan) -> str:
     checkpoint = find_newest_complete(run.folder / "checkpoints")
     if checkpoint is None or not run.plan:
         return ""
-    if recipe["ignore_data_skip"]:
+    if recipe.run.ignore_data_skip:
         return "ignore_data_skip: the epoch starts again, now and whenever this run is resumed"
     restart_epoch = "add --ignore_data_skip true, which starts the epoch again"
     effect = f"{checkpoint.name} would continue at another position in the data"
@@ -311,7 +311,7 @@ def needs_wandb(recipe: Recipe, environment: Mapping[str, str]) -> bool:
     """Return whether the run sends data to W&B: ``report_to`` has wandb, and W&B is neither offline nor disabled."""
     offline = environment.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
     disabled = environment.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes")
-    return "wandb" in (recipe["report_to"] or []) and not disabled and not offline
+    return "wandb" in (recipe.run.report_to or []) and not disabled and not offline
 
 
 def require_wandb_access(recipe: Recipe, environment: Mapping[str, str]) -> None:

@@ -257,7 +257,7 @@ class Supervisor:
         self._monitor = Monitor(attempt, stop)
         self._groups = self._monitor.groups
         self._stopping = lambda: stop.requested
-        self._restarts = Restarts(attempt.recipe["server_restarts"])
+        self._restarts = Restarts(attempt.recipe.server.restarts)
         self._epoch = 1  # number of the current server; each new server gets the next number
         self._model: str | None = None  # the newest model from the trainer for the server
         self._trained = False  # whether training is over and processes that only training needs have ended

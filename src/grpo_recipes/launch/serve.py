@@ -58,7 +58,7 @@ def serving(recipe: Recipe, model: str, environment: Mapping[str, str]) -> Itera
     try:
         process = _start_server(recipe, model, name, port, environment, scratch, log)
         try:
-            limit, token = recipe["vllm_server_timeout"], scratch.token_file.read_text()
+            limit, token = recipe.server.timeout, scratch.token_file.read_text()
             try:
                 wait_until_ready(lambda: process.poll() is None, process.pid, LOOPBACK, port, name, token, limit)
             except NotReady as error:
@@ -81,7 +81,7 @@ def _start_server(
 
     Raise ConfigError if fewer GPUs are visible than ``vllm_tensor_parallel_size`` needs.
     """
-    resources, parallel = find_resources(environment), recipe["vllm_tensor_parallel_size"]
+    resources, parallel = find_resources(environment), recipe.server.tensor_parallel_size
     if resources.device == "cuda" and len(resources.gpus) < parallel:
         problem = f"vllm_tensor_parallel_size needs {parallel} GPUs, but {len(resources.gpus)} are visible"
         raise config_error("CUDA_VISIBLE_DEVICES", problem, "run this command on a node with enough GPUs")

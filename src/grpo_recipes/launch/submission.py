@@ -130,7 +130,7 @@ def prepare_submission(
         problems, reason = [], f"but the nodes of {profile.name} have no internet"
         if needs_wandb(recipe, environment):
             problems.append(Problem(recipe.source("report_to"), f"the run reports to W&B, {reason}", OFFLINE_WANDB))
-        if recipe["push_to_hub"]:
+        if recipe.run.push_to_hub:
             fix = "remove it, and upload the finished model from this machine: hf upload"
             problems.append(Problem(recipe.source("push_to_hub"), f"the run uploads its model, {reason}", fix))
         if problems:

@@ -166,7 +166,7 @@ def _sync_variables(recipe: Recipe, plan: Plan, names: Names) -> dict[str, str]:
     """
     is_remote = plan.bridge in ("file", "lora", "restart") and plan.server_apart
     if plan.mode == EXTERNAL:
-        is_remote = urlsplit(recipe["vllm_server_base_url"]).hostname not in ("localhost", "127.0.0.1")
+        is_remote = urlsplit(recipe.server.base_url).hostname not in ("localhost", "127.0.0.1")
     return {"GRPO_SYNC_DIR": str(names.run_dir / SYNC_FOLDER)} if is_remote else {}
 
 
@@ -192,7 +192,7 @@ def with_processes(
     """
     size = measure_weights(plan.model)
     extra_seconds = round(_SECONDS_A_GB * size / 1e9)
-    server_timeout = recipe["vllm_server_timeout"] + (0 if recipe.is_set("vllm_server_timeout") else extra_seconds)
+    server_timeout = recipe.server.timeout + (0 if recipe.is_set("vllm_server_timeout") else extra_seconds)
     meeting_timeout = MEETING_SECONDS + extra_seconds
     plan = replace(plan, weight_bytes=size, server_timeout=server_timeout, meeting_timeout=meeting_timeout)
     plan = replace(plan, data=describe_data(recipe, plan))
@@ -205,11 +205,11 @@ def with_processes(
     early_roles = tuple(process.role for process in early)
     offline = sources.offline_variables(environment) if sources else {}
     login = () if offline else _HUB_LOGIN
-    wandb = ("WANDB_API_KEY",) if "wandb" in (recipe["report_to"] or []) else ()
-    reward_secrets = (*login, *recipe["reward_environment"])
+    wandb = ("WANDB_API_KEY",) if "wandb" in (recipe.run.report_to or []) else ()
+    reward_secrets = (*login, *recipe.rewards.environment)
     reward_secrets += ("OPENAI_API_KEY",) if plan.mode == EXTERNAL else ()  # the key of an external server
     # Callbacks are the user's code inside the trainer and may need any variable.
-    secrets = {"server": login, "trainer": ("*",) if recipe["callbacks"] else (*reward_secrets, *wandb)}
+    secrets = {"server": login, "trainer": ("*",) if recipe.run.callbacks else (*reward_secrets, *wandb)}
 
     def complete(process: Process) -> Process:
         """Return a process with the variables, secrets, log and order that depend on the whole plan."""
@@ -240,14 +240,14 @@ def _plan_server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], nam
     for part in load_roles():
         variables |= part.server_variables(recipe, names)
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(plan.server_gpus)
-    if plan.device == "cpu" and recipe["vllm_tensor_parallel_size"] > 1:
+    if plan.device == "cpu" and recipe.server.tensor_parallel_size > 1:
         # By default vLLM requires a NUMA node for each worker.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = environment.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     host, port = plan.server_host, plan.ports.server
     argv = server_command(recipe, plan.model, names.served, host, port, plan.device, plan.max_num_seqs)
     if plan.bridge == "lora":
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
-        argv += ["--enable-lora", "--max-lora-rank", str(next(rank for rank in LORA_RANKS if rank >= recipe["lora_r"]))]
+        argv += ["--enable-lora", "--max-lora-rank", str(next(rank for rank in LORA_RANKS if rank >= recipe.lora.r))]
     log = environment.get("SERVER_LOG") or f"logs/liv_vllm_{names.run}_{names.timestamp}.log"
     # On a GPU with a trainer, a restarted vLLM would find less free memory than planned.
     reconnects = plan.bridge is not None and plan.device in SYNC_METHODS[plan.bridge].reconnects and not plan.gpu_shared
@@ -316,28 +316,28 @@ def server_command(
     program = module_command("grpo_recipes.server.serve")
     if has_trl_serve():
         program = [str(Path(sys.executable).with_name("trl")), "vllm-serve"]
-    parallel, revision = recipe["vllm_tensor_parallel_size"], recipe["model_revision"]
+    parallel, revision = recipe.server.tensor_parallel_size, recipe.model.revision
     # The last layer handles a request first.
     middleware = ("completions.AddServerEndpoints", "middleware.ReportActivity", "middleware.RequireToken")
     flags = {
         "--served-model-name": name,
         "--host": host,
         "--port": port,
-        "--dtype": served_dtype(recipe["dtype"], mixed_precision(recipe), recipe["weight_sync"] == "shared"),
+        "--dtype": served_dtype(recipe.model.dtype, mixed_precision(recipe), recipe.server.weight_sync == "shared"),
         "--worker-extension-cls": "grpo_recipes.server.plugin.WeightReport",
         "--max-model-len": longest_sequence(recipe),
-        "--max-num-seqs": max_num_seqs or recipe["vllm_max_num_seqs"],
+        "--max-num-seqs": max_num_seqs or recipe.server.max_num_seqs,
         "--tensor-parallel-size": parallel if parallel > 1 else None,
-        "--trust-remote-code": recipe["trust_remote_code"],
+        "--trust-remote-code": recipe.model.trust_remote_code,
         # The server schedules prompts in their order, not in the order of their arrival.
-        "--scheduling-policy": "priority" if seeds_sampling(recipe["seed_server"], on_cpu) else None,
+        "--scheduling-policy": "priority" if seeds_sampling(recipe.sampling.seed_server, on_cpu) else None,
         "--gpu-memory-utilization": None if on_cpu else vllm_memory_fraction(recipe, "server"),
-        "--enforce-eager": on_cpu or recipe["vllm_enforce_eager"],
+        "--enforce-eager": on_cpu or recipe.server.enforce_eager,
         # Prefilling a seeded prompt in parts crashes vLLM's CPU worker, because its random generators can't step back.
         # It happens as soon as the waiting prompts exceed one batch of the scheduler.
         "--no-enable-chunked-prefill": on_cpu,
         "--revision": revision if revision != "main" else None,
-        "--model-impl": recipe["vllm_model_impl"],
+        "--model-impl": recipe.server.model_impl,
         # TRL's trainer needs these flags. `trl vllm-serve` adds them too, and vLLM uses the last value of a flag.
         "--logprobs-mode": "processed_logprobs",
         "--max-logprobs": "-1",
@@ -345,7 +345,7 @@ def server_command(
         "--weight-transfer-config": None if on_cpu else json.dumps({"backend": "nccl"}),
     }
     layers = [text for layer in middleware for text in ("--middleware", f"grpo_recipes.server.{layer}")]
-    return [*program, "--model", model, *layers, *_format_flags(flags), *flag_words(recipe["vllm_args"])]
+    return [*program, "--model", model, *layers, *_format_flags(flags), *flag_words(recipe.server.args)]
 
 
 def with_server_port(process: Process, host: str, old_port: int, port: int) -> Process:
@@ -378,8 +378,8 @@ def longest_sequence(recipe: Recipe) -> int | None:
 
     None if the recipe has no limits. vLLM would otherwise reserve KV cache for the model's longest sequence.
     """
-    length: int | None = recipe["vllm_max_model_length"]
-    prompt, completion = recipe["max_prompt_length"], longest_completion(recipe)
+    length = recipe.server.max_model_length
+    prompt, completion = recipe.data.max_prompt_length, longest_completion(recipe)
     return length if length is not None or prompt is None or completion is None else int(prompt + completion)
 
 
@@ -388,10 +388,10 @@ def vllm_memory_fraction(recipe: Recipe, mode: str) -> float:
 
     The default is smaller if a trainer uses the same GPU. ``mode`` is the mode of the plan.
     """
-    shares = mode == "colocate" or "shared" in (recipe["weight_sync"], recipe["vllm_gpu"])
+    shares = mode == "colocate" or "shared" in (recipe.server.weight_sync, recipe.server.gpu)
     if shares and not recipe.is_set("vllm_gpu_memory_utilization"):
         return _COLOCATED_SHARE
-    return float(recipe["vllm_gpu_memory_utilization"])
+    return recipe.server.gpu_memory_utilization
 
 
 def read_tee(environment: Mapping[str, str]) -> str | None:
@@ -414,7 +414,7 @@ def _trainer_environment(recipe: Recipe, plan: Plan, environment: Mapping[str, s
         variables["DS_ACCELERATOR"] = "cpu"
     if plan.mode == "colocate":
         variables |= vllm_environment(plan.device, environment) | _plugin_variables(environment)
-        if recipe["torch_compile"]:
+        if recipe.processes.torch_compile:
             variables.pop("TORCHDYNAMO_DISABLE", None)  # it would also disable compilation of the training
     elif plan.bridge != "nccl":
         variables[HIDDEN_PACKAGES] = "vllm"
@@ -439,7 +439,7 @@ def _plan_trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], na
         "--machine_rank": machine,
         "--mixed_precision": mixed_precision(recipe),
         "--dynamo_backend": "no",
-        "--fsdp_offload_params": "true" if recipe["fsdp_cpu_offload"] else None,
+        "--fsdp_offload_params": "true" if recipe.processes.fsdp_cpu_offload else None,
         "--num_cpu_threads_per_process": plan.threads,
         "--tee": read_tee(environment),
         "--main_process_ip": plan.nodes[plan.placement[0].node] if machines > 1 else "127.0.0.1",
@@ -458,7 +458,7 @@ def _plan_trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], na
         "--gradient_accumulation_steps": plan.batch.accumulation,
         "--use_cpu": str(plan.device == "cpu").lower(),
         # The launcher publishes the model at the end. transformers would push with every save.
-        "--push_to_hub": "false" if recipe["push_to_hub"] else None,
+        "--push_to_hub": "false" if recipe.run.push_to_hub else None,
         "--per_device_eval_batch_size": plan.eval_batch,
         "--dataset_name": plan.dataset,
         "--eval_dataset_name": plan.eval_dataset,

@@ -188,7 +188,7 @@ def shares_gpu(recipe: Recipe, resources: Resources, mode: str) -> bool:
     ``vllm_gpu: shared`` or ``weight_sync: shared`` in the recipe requests this. The result is False on CPU, and if
     ``mode`` (of the plan) is not ``server``.
     """
-    shares = "shared" in (recipe["weight_sync"], recipe["vllm_gpu"])
+    shares = "shared" in (recipe.server.weight_sync, recipe.server.gpu)
     return mode == "server" and resources.device == "cuda" and shares
 
 
@@ -198,14 +198,14 @@ def require_shareable_gpu(recipe: Recipe, resources: Resources, mode: str, bridg
     The weight sync method ``bridge`` may need a GPU for each, and ``vllm_node: own`` puts no trainer on the server's
     node. On CPU and without a server, nothing is checked.
     """
-    if recipe["vllm_gpu"] != "shared" or mode != "server" or resources.device == "cpu":
+    if recipe.server.gpu != "shared" or mode != "server" or resources.device == "cpu":
         return
     source = recipe.source("vllm_gpu")
     if bridge not in ONE_GPU_BRIDGES:
         reason = "NCCL can't join two processes on one GPU" if bridge == "nccl" else "a new server needs a free GPU"
         problem = f"vllm_gpu: shared and weight_sync: {bridge} can't be combined: {reason}"
         raise config_error(source, problem, "set weight_sync: file, or remove vllm_gpu")
-    if recipe["vllm_node"] == "own":
+    if recipe.server.node == "own":
         problem = "vllm_gpu: shared and vllm_node: own can't be combined: no trainer is on the server's node"
         raise config_error(source, problem, "remove vllm_gpu, or set vllm_node: shared")
 
@@ -218,14 +218,14 @@ def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[s
     ``vllm_node: own`` has no second node or no server.
     """
     node_gpus = [node.gpus for node in resources.all_nodes()]
-    separate_node = recipe["vllm_node"] == "own"
+    separate_node = recipe.server.node == "own"
     if separate_node and (mode != "server" or len(node_gpus) == 1):
         conflict = "there is only one node" if mode == "server" else f"there is no server (vLLM: {mode})"
         raise config_error(recipe.source("vllm_node"), f"vllm_node: own, but {conflict}", "set vllm_node: shared")
     if mode != "server" or resources.device == "cpu":
         return (), node_gpus
     first, *later_nodes = node_gpus
-    parallel, shared = recipe["vllm_tensor_parallel_size"], shares_gpu(recipe, resources, mode)
+    parallel, shared = recipe.server.tensor_parallel_size, shares_gpu(recipe, resources, mode)
     most = len(first) - (1 if not later_nodes and not shared else 0)
     if parallel > most:
         no_trainer = f"leaves no GPU to train on ({len(first)} visible)"
@@ -254,19 +254,19 @@ def count_trainers(recipe: Recipe, resources: Resources, training_gpus: Sequence
     is 1 with ``accelerator: single``. ``training_gpus`` has the GPUs of each node. Raise ConfigError if
     ``num_processes`` is larger than the number of GPUs, or contradicts ``accelerator: single``.
     """
-    requested = recipe["num_processes"]
+    requested = recipe.processes.num_processes
     if resources.device == "cuda":
         available = sum(len(gpus) for gpus in training_gpus)
     else:
-        available = requested or max(1, len(resources.nodes) - (recipe["vllm_node"] == "own"))
+        available = requested or max(1, len(resources.nodes) - (recipe.server.node == "own"))
     if requested is not None and requested > available:
         problem = f"num_processes {requested} exceeds the {available} GPUs left to train on"
         fix = f"set num_processes: {available} or less, or remove it"
         raise config_error(recipe.source("num_processes"), problem, fix)
-    if recipe["accelerator"] == "single" and (requested or 1) > 1:
+    if recipe.processes.accelerator == "single" and (requested or 1) > 1:
         problem = f"accelerator: single runs one process, but num_processes is {requested}"
         raise config_error(recipe.source("accelerator"), problem, "set accelerator: ddp, or remove num_processes")
-    return 1 if recipe["accelerator"] == "single" else int(requested or available)
+    return 1 if recipe.processes.accelerator == "single" else requested or available
 
 
 def place_trainers(
@@ -278,7 +278,7 @@ def place_trainers(
     """
     node_count = len(training_gpus)
     limits = [len(gpus) for gpus in training_gpus] if resources.device == "cuda" else [world_size] * node_count
-    if recipe["vllm_node"] == "own":
+    if recipe.server.node == "own":
         limits[0] = 0
     counts = spread_processes(world_size, limits)
     idle = [node for node, count in enumerate(counts) if count == 0 and not (mode == "server" and node == 0)]
@@ -324,24 +324,24 @@ def derive_batch(recipe: Recipe, trainers: int) -> Batch:
     trainers that divides the batch, and ``per_device_train_batch_size`` is the upper limit of a forward pass. Without
     ``prompts_per_step``, all ``trainers`` are used, and TRL's keys have the same meaning as in TRL.
     """
-    group, per_device = recipe["num_generations"], recipe["per_device_train_batch_size"]
+    group, per_device = recipe.batch.num_generations, recipe.batch.per_device_train_batch_size
     if group is None:
         raise config_error(recipe.source("num_generations"), "num_generations is empty", "set num_generations: 8")
-    if recipe["prompts_per_step"] is not None:
-        completions = recipe["prompts_per_step"] * group
+    if recipe.batch.prompts_per_step is not None:
+        completions = recipe.batch.prompts_per_step * group
         trainers = largest_divisor(completions, trainers)
         per_device = largest_divisor(completions // trainers, per_device)
         accumulation = completions // trainers // per_device
     else:
-        accumulation = recipe["gradient_accumulation_steps"]
-        per_pass, passes = trainers * per_device, recipe["steps_per_generation"] or accumulation
+        accumulation = recipe.batch.gradient_accumulation_steps
+        per_pass, passes = trainers * per_device, recipe.batch.steps_per_generation or accumulation
         completions = per_pass * accumulation
-        generated = recipe["generation_batch_size"] or per_pass * passes
+        generated = recipe.batch.generation_batch_size or per_pass * passes
         if generated % group or generated % per_pass:
             product = f"{generated} completions per generation ({trainers} x {per_device} per device x accumulation)"
             fix = "set prompts_per_step, from which the launcher derives the other sizes"
             raise config_error(recipe.source("num_generations"), f"{product} are not whole groups of {group}", fix)
-    prompt, completion = recipe["max_prompt_length"], recipe["max_completion_length"]
+    prompt, completion = recipe.data.max_prompt_length, recipe.sampling.max_completion_length
     tokens = completions * (prompt + completion) if prompt and completion else None
     return Batch(completions, group, trainers, per_device, accumulation, tokens)
 
@@ -352,8 +352,8 @@ def count_generation_completions(recipe: Recipe, batch: Batch | Mapping[str, int
     With ``steps_per_generation`` or ``generation_batch_size``, a generation serves several optimizer steps.
     """
     sizes = batch if isinstance(batch, Mapping) else asdict(batch)
-    passes = recipe["steps_per_generation"] or sizes["accumulation"]
-    return int(recipe["generation_batch_size"] or sizes["per_device"] * sizes["world_size"] * passes)
+    passes = recipe.batch.steps_per_generation or sizes["accumulation"]
+    return recipe.batch.generation_batch_size or int(sizes["per_device"] * sizes["world_size"] * passes)
 
 
 def derive_eval_batch(recipe: Recipe, batch: Batch) -> int | None:
@@ -363,13 +363,13 @@ def derive_eval_batch(recipe: Recipe, batch: Batch) -> int | None:
     is ``per_device_eval_batch_size``, or by default the completions of a training generation on one process. Raise
     ConfigError if ``per_device_eval_batch_size`` is too small for a whole group.
     """
-    if recipe["eval_strategy"] == "no":
+    if recipe.evaluation.strategy == "no":
         return None
-    group = recipe["num_generations_eval"] or recipe["num_generations"]
-    smallest: int = group // math.gcd(group, batch.world_size)
+    group = recipe.evaluation.num_generations_eval or recipe.batch.num_generations
+    smallest = group // math.gcd(group, batch.world_size)
     if not recipe.is_set("per_device_eval_batch_size"):
         return max(smallest, batch.per_device * batch.accumulation // smallest * smallest)
-    most = recipe["per_device_eval_batch_size"]
+    most = recipe.evaluation.per_device_eval_batch_size
     if most < smallest:
         size = f"{format_trainers(batch.world_size)} x {most} completions"
         problem = f"{size} are not whole evaluation groups of {group}"

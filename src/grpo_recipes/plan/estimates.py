@@ -71,9 +71,10 @@ class Workload(dict[str, Any]):
         Raise UnknownShape if the model's sizes are unknown, no key limits the length of a sequence, or CONFIG_FILE is
         set.
         """
-        model = read_model(plan.model, str(recipe["model_name_or_path"]))
-        longest, completion = longest_sequence(recipe), recipe["max_completion_length"]
-        sequence = recipe["max_prompt_length"] + completion if recipe["max_prompt_length"] and completion else longest
+        model = read_model(plan.model, recipe.model.name)
+        longest, completion = longest_sequence(recipe), recipe.sampling.max_completion_length
+        prompt = recipe.data.max_prompt_length
+        sequence = prompt + completion if prompt and completion else longest
         if sequence is None:
             raise UnknownShape("no key limits the length of a sequence; set max_prompt_length")
         if plan.accelerator == "custom":
@@ -89,7 +90,7 @@ class Workload(dict[str, Any]):
             "sequence": sequence,  # tokens of the longest prompt and completion together
             "completion": min(sequence, completion or sequence),  # tokens of the longest completion
             "low": mixed_precision(recipe) != "no",  # whether a forward pass computes in 16 bits
-            "reference": recipe["beta"] != 0.0 or bool(plan.maxent and plan.maxent.beta),
+            "reference": recipe.loss.beta != 0.0 or bool(plan.maxent and plan.maxent.beta),
             **{name: getattr(plan, name) for name in ("device", "mode", "accelerator", "bridge", "gpu_shared")},
             **{key: recipe[key] for key in _KEYS},
         }
@@ -394,7 +395,7 @@ def _list_changes(role: str, recipe: Recipe, work: Workload) -> Iterator[Facts]:
     for size in range(work["per_device_train_batch_size"] - 1, 0, -1):
         passes, remainder = divmod(work["completions"], size)
         if not remainder:
-            accumulation = {} if recipe["prompts_per_step"] else {"gradient_accumulation_steps": passes}
+            accumulation = {} if recipe.batch.prompts_per_step else {"gradient_accumulation_steps": passes}
             yield {"per_device_train_batch_size": size, **accumulation}
     yield {"gradient_checkpointing": True}
     if work.one_gpu:
@@ -416,15 +417,15 @@ def estimate_disk(recipe: Recipe, plan: Plan, run_dir: Path) -> Disk:
     """
     work = Workload.of(recipe, plan)
     model_size = work.element * work["parameters"]
-    checkpoint = work.checkpoint() + (model_size if recipe["sync_ref_model"] else 0)
-    final_model = model_size + (4 * work.trained if recipe["use_peft"] else 0)  # model/ and adapter/
-    steps, every, limit = recipe["max_steps"], recipe["save_steps"], recipe["save_total_limit"]
-    if recipe["load_best_model_at_end"]:
-        every, limit = min(every, recipe["eval_steps"] or every), limit and max(limit, 2)
+    checkpoint = work.checkpoint() + (model_size if recipe.loss.sync_ref_model else 0)
+    final_model = model_size + (4 * work.trained if recipe.lora.use_peft else 0)  # model/ and adapter/
+    steps, every, limit = recipe.batch.max_steps, recipe.run.save_steps, recipe.run.save_total_limit
+    if recipe.evaluation.load_best_model_at_end:
+        every, limit = min(every, recipe.evaluation.steps or every), limit and max(limit, 2)
     counts = [] if limit is None else [limit + 1]  # an old checkpoint is removed after a new checkpoint is complete
-    if recipe["save_strategy"] == "no":
+    if recipe.run.save_strategy == "no":
         counts = [1]  # a stopped run saves in any case
-    elif steps > 0 and recipe["save_strategy"] == "steps":
+    elif steps > 0 and recipe.run.save_strategy == "steps":
         counts.append(max(1, -(-steps // math.ceil(every if every >= 1 else steps * every))))
     most, free = min(counts, default=None), None
     existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir())

@@ -2,7 +2,7 @@
 
 For the models of shipped recipes, ``models.json`` has the numbers before the model is downloaded.
 
-read_model(plan.model, recipe["model_name_or_path"])["parameters"]
+read_model(plan.model, recipe.model.name)["parameters"]
 """
 
 from __future__ import annotations

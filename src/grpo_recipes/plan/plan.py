@@ -82,7 +82,7 @@ def make_plan(
     if method and (problem := sync_problem(recipe, method, accelerator, spans_nodes, resources.device)):
         raise ConfigError(problem)
     devices.require_shareable_gpu(recipe, resources, mode, bridge)
-    nodes, task, model = resources.all_nodes(), task_of(recipe), recipe["model_name_or_path"]
+    nodes, task, model = resources.all_nodes(), task_of(recipe), recipe.model.name
     gpu_shared = devices.shares_gpu(recipe, resources, mode)
     if gpu_shared and bridge == "shared":
         devices.require_exportable_memory(environment)
@@ -99,14 +99,14 @@ def make_plan(
         bridge=bridge,
         why_bridge=why_bridge,
         model=_smoke_path(model, "model", environment),
-        dataset=_smoke_path(recipe["dataset_name"] or "", "train.jsonl", environment) or None,
-        eval_dataset=_smoke_path(recipe["eval_dataset_name"] or "", "test.jsonl", environment) or None,
+        dataset=_smoke_path(recipe.data.name or "", "train.jsonl", environment) or None,
+        eval_dataset=_smoke_path(recipe.evaluation.dataset_name or "", "test.jsonl", environment) or None,
         data=None,
         batch=batch,
         eval_batch=devices.derive_eval_batch(recipe, batch),
         ports=plan_ports(recipe, resources.job),
         nodes=tuple(node.address for node in nodes),
-        server_host=recipe["vllm_server_host"] if use_recipe_host else nodes[0].address,
+        server_host=recipe.server.host if use_recipe_host else nodes[0].address,
         server_gpus=server_gpus,
         placement=placement,
         server_apart=server_apart,
@@ -114,7 +114,7 @@ def make_plan(
         unused_gpus=devices.find_unused_gpus(resources, devices.list_used_gpus(server_gpus, placement)),
         accelerator=accelerator,
         accelerate_file=find_accelerate_file(accelerator, environment),
-        dtype=recipe["dtype"],
+        dtype=recipe.model.dtype or "auto",
         smoke=model.startswith(SMOKE_SCHEME),
         threads=1 if resources.device == "cuda" else max(1, cores),
         notes=list(recipe.notes),
@@ -130,7 +130,7 @@ def make_plan(
 
 def _require_equal_groups(recipe: Recipe, trainers: int) -> None:
     """Raise ConfigError if the trainers can't be divided into equal groups that each share one vLLM."""
-    parallel = recipe["vllm_tensor_parallel_size"]
+    parallel = recipe.server.tensor_parallel_size
     if trainers % parallel:
         problem = f"vllm_tensor_parallel_size {parallel} does not divide the {devices.format_trainers(trainers)}"
         fix = f"set vllm_tensor_parallel_size: {math.gcd(trainers, parallel)}, or change num_processes"
@@ -160,7 +160,7 @@ def _list_notes(
         yield f"vLLM uses {fraction} (vllm_gpu_memory_utilization), and the trainers on it use the remaining memory"
     for part in load_roles():
         yield from part.notes(recipe, plan)
-    if recipe["overlap_generation"]:
+    if recipe.sampling.overlap_generation:
         yield OFF_POLICY
     if limit := maxent.limit_note(recipe):
         yield limit
@@ -173,10 +173,10 @@ def _suggest_prompts_per_step(recipe: Recipe, trainers: int) -> str:
 
     The text is empty if the recipe does not set this key.
     """
-    prompts = recipe["prompts_per_step"]
+    prompts = recipe.batch.prompts_per_step
     if prompts is None:
         return ""
-    least = trainers // math.gcd(trainers, recipe["num_generations"])
+    least = trainers // math.gcd(trainers, recipe.batch.num_generations)
     return f"; prompts_per_step: {max(1, round(prompts / least)) * least} (now {prompts}) uses all"
 
 
@@ -204,8 +204,8 @@ def choose_max_num_seqs(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> in
     """
     if plan.mode in ("transformers", EXTERNAL):
         return None
-    if recipe["vllm_max_num_seqs"] is not None:
-        return int(recipe["vllm_max_num_seqs"])
+    if recipe.server.max_num_seqs is not None:
+        return recipe.server.max_num_seqs
     default = DEFAULT_SEQUENCES[plan.device]
     requested = min(_requested_completions(recipe, plan, default), _MOST_SEQUENCES)
     if plan.device == "cuda" and gpu_gib is None:
@@ -226,12 +226,11 @@ def _requested_completions(recipe: Recipe, plan: Plan, default: int) -> int:
     """
     world_size = plan.batch.world_size
     requested: int = max(devices.count_generation_completions(recipe, plan.batch), (plan.eval_batch or 0) * world_size)
-    if recipe["benchmarks"]:
-        samples: int = recipe["benchmark_samples"]
-        requested = max(requested, recipe["max_concurrent_requests"] * samples)
+    if recipe.evaluation.benchmarks:
+        most_benchmark = recipe.server.max_concurrent_requests * recipe.evaluation.benchmark_samples
+        requested = max(requested, most_benchmark)
     if plan.mode == "colocate":
-        parallel: int = recipe["vllm_tensor_parallel_size"]
-        return -(-requested * parallel // world_size)
+        return -(-requested * recipe.server.tensor_parallel_size // world_size)
     return max(requested, default) if any(part.samples_by_itself(recipe) for part in load_roles()) else requested
 
 
@@ -256,16 +255,16 @@ def _choose_mode(recipe: Recipe, resources: Resources) -> str:
         on_node = f" on node {node_without_gpu}" if len(nodes) > 1 else ""
         problem = f"no GPU is visible{on_node}, but this is a CUDA environment"
         raise config_error("devices", problem, "submit with sbatch --gres=gpu:8 training.sh, or set up with DEVICE=cpu")
-    if not recipe["use_vllm"]:
+    if not recipe.server.use_vllm:
         return "transformers"
     if uses_external_server(recipe):
         return EXTERNAL
-    mode, source = str(recipe["vllm_mode"]), recipe.source("vllm_mode")
+    mode, source = recipe.server.mode, recipe.source("vllm_mode")
     if resources.device == "cpu":
-        if mode == "colocate" and recipe["vllm_enable_sleep_mode"]:
+        if mode == "colocate" and recipe.server.enable_sleep_mode:
             problem = "vLLM can't sleep on CPU: weights and cache are already in the machine's memory"
             raise config_error(recipe.source("vllm_enable_sleep_mode"), problem, "remove vllm_enable_sleep_mode")
-        if (recipe["vllm_args"] or {}).get("enable_chunked_prefill"):
+        if (recipe.server.args or {}).get("enable_chunked_prefill"):
             problem = "vllm_args: enable_chunked_prefill crashes vLLM on CPU: its random generators can't step back"
             raise config_error(recipe.source("vllm_args"), problem, "remove enable_chunked_prefill from vllm_args")
         return mode
@@ -274,10 +273,10 @@ def _choose_mode(recipe: Recipe, resources: Resources) -> str:
             problem = f"{need[0]} a vLLM server next to the trainer, but only one GPU is visible"
             fix = f"request more GPUs, or set vllm_gpu: shared (one GPU for both){need[1]}"
             raise config_error(source, problem, fix)
-        if recipe["overlap_generation"]:
+        if recipe.sampling.overlap_generation:
             problem = "overlap_generation needs a second GPU for the server, but only one is visible"
             raise config_error(recipe.source("overlap_generation"), problem, "remove it, or request more GPUs")
-        if recipe["vllm_args"]:
+        if recipe.server.args:
             problem = "vllm_args needs a vLLM server next to the trainer, but only one GPU is visible"
             fix = "remove it, or request more GPUs, or set vllm_gpu: shared (one GPU for both)"
             raise config_error(recipe.source("vllm_args"), problem, fix)
@@ -296,11 +295,11 @@ def _choose_sync_method(recipe: Recipe, resources: Resources, mode: str, spans_n
     different nodes.
     """
     if mode == EXTERNAL:
-        return None, f"{recipe['server_backend']} at {recipe['vllm_server_base_url']}, weights as files"
+        return None, f"{recipe.server.backend} at {recipe.server.base_url}, weights as files"
     if mode != "server":
         return None, "no server: " + ("vLLM is inside the trainers" if mode == "colocate" else "use_vllm is false")
-    if recipe["weight_sync"] != "auto":
-        return str(recipe["weight_sync"]), f"set by {recipe.source('weight_sync')}"
+    if recipe.server.weight_sync != "auto":
+        return recipe.server.weight_sync, f"set by {recipe.source('weight_sync')}"
     if resources.device == "cpu":
         return "file", f"no GPU: safetensors in {'the run directory' if spans_nodes else 'shared memory'}"
     if devices.shares_gpu(recipe, resources, mode):

@@ -126,7 +126,7 @@ def require_named_ports(recipe: Recipe) -> None:
     """
     for key in port_keys():
         needed = key == "main_process_port" or starts_server(recipe)
-        host = LOOPBACK if key not in DEFAULT_PORTS else recipe["vllm_server_host"]
+        host = LOOPBACK if key not in DEFAULT_PORTS else recipe.server.host
         if needed and recipe.is_set(key) and not is_port_free(host, recipe[key]):
             raise make_busy_port_error(recipe, key, find_listener(recipe[key]))
 

@@ -4,7 +4,9 @@ A flag overrides an environment variable, a variable overrides the YAML file, an
 value keeps its source, so that messages and the frozen recipe of a run can name it.
 
     recipe = read_recipe(Path("recipe.yaml"), flags=["--seed", "3"], environment=os.environ)
-    recipe["seed"], recipe.source("seed")  # 3, "--seed"
+    recipe.batch.seed, recipe.source("seed")  # 3, "--seed"
+
+``sections`` lists the typed attributes.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from grpo_recipes.recipe.converters import ALIASES, migration, nearest, recipe_k
 from grpo_recipes.recipe.converters.files import Surroundings, converter_of
 from grpo_recipes.recipe.document import UNSET, Value, convert_value, read_document, read_flags, unset_keys
 from grpo_recipes.recipe.keys import catalogue, environment_keys
+from grpo_recipes.recipe.sections import Sections
 from grpo_recipes.secrets import contains_secret
 
 DEFAULT_SOURCE = "default"
@@ -32,7 +35,7 @@ class BrokenKey(Exception):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Sections):
     """A typed recipe: every key of the catalog with its value and source."""
 
     path: Path  # the YAML file that it was read from
@@ -42,6 +45,7 @@ class Recipe:
     entry: str | None = None  # the user's entry script of the trainers; None for the script of the task
 
     def __getitem__(self, key: str) -> Any:
+        """Return the value of a key whose name is in a variable; raise BrokenKey if the value is invalid."""
         if key in self.broken:
             raise BrokenKey(key)
         return self.values[key].value

@@ -131,7 +131,7 @@ def templates_of(recipe: Recipe, environment: Mapping[str, str]) -> dict[str, st
 
     The result is empty if the tokenizer has no template. The usual template is named "default".
     """
-    model = recipe["model_name_or_path"] or ""
+    model = recipe.model.name
     if not model:
         return None
     if model.startswith(smoke.SMOKE_SCHEME):
@@ -151,9 +151,9 @@ def templates_of(recipe: Recipe, environment: Mapping[str, str]) -> dict[str, st
 
 def model_folder(recipe: Recipe, environment: Mapping[str, str]) -> Path:
     """Return the folder of the model's files on this machine, which may be in the hub's cache; it need not exist."""
-    model = recipe["model_name_or_path"] or ""
+    model = recipe.model.name
     folder = Path(os.path.expanduser(model))
-    return folder if folder.is_dir() else _snapshot(model, recipe["model_revision"], environment)
+    return folder if folder.is_dir() else _snapshot(model, recipe.model.revision, environment)
 
 
 def _snapshot(model: str, revision: str, environment: Mapping[str, str]) -> Path:

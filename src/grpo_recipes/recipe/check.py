@@ -153,7 +153,7 @@ def _model(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
 
     A name must be a local folder or have the form of a hub id. Nothing is downloaded.
     """
-    key, model = "model_name_or_path", recipe["model_name_or_path"] or ""
+    key, model = "model_name_or_path", recipe.model.name
     path = os.path.expanduser(model)
     if model.startswith(SMOKE_SCHEME):
         if model not in list_smoke_tasks():
@@ -162,7 +162,7 @@ def _model(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
         is_local = model.startswith(LOCAL_PREFIXES)
         message = f"model folder '{model}' not found" if is_local else f"'{model}' is not a local folder or a hub id"
         yield recipe.problem(key, message, "name a model folder or a hub id, e.g. Qwen/Qwen2.5-1.5B-Instruct")
-    reference = recipe["ref_model_name_or_path"]
+    reference = recipe.loss.ref_model_name_or_path
     path = os.path.expanduser(reference or "")
     if reference and not os.path.isdir(path) and (os.path.exists(path) or not HUB_NAME.fullmatch(reference)):
         message = f"'{reference}' is not a local folder or a hub id"
@@ -179,13 +179,13 @@ def _rounded_away(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Pr
     With ``dtype: auto`` or a ``CONFIG_FILE``, the trainer decides (``trainers.rank``). ``accelerator: auto`` selects an
     accelerator that keeps float32 weights.
     """
-    accelerator, mixed = recipe["accelerator"], learning.mixed_precision(recipe)
+    accelerator, mixed = recipe.processes.accelerator, learning.mixed_precision(recipe)
     if environment.get("CONFIG_FILE") or accelerator == "auto" or learning.updates_float32(accelerator, mixed):
         return
-    dtype, rate = recipe["dtype"] or "auto", recipe["learning_rate"]
-    reason = learning.lost_updates(dtype, rate, recipe["optim"], recipe["optim_args"])
+    dtype, rate = recipe.model.dtype or "auto", recipe.optimizer.learning_rate
+    reason = learning.lost_updates(dtype, rate, recipe.optimizer.optim, recipe.optimizer.optim_args)
     if reason and learning.trains_weights_as_loaded(recipe):
-        prefix = "lora_modules_to_save: " if recipe["use_peft"] else ""
+        prefix = "lora_modules_to_save: " if recipe.lora.use_peft else ""
         message = f"{prefix}{reason}, and accelerator: {accelerator} keeps no float32 copy"
         yield recipe.problem("accelerator", message, learning.float32_fix(mixed))
 
@@ -205,8 +205,8 @@ def _user_code(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
 
 def reward_notes(recipe: Recipe) -> Iterator[str]:
     """Yield a note for each reward that compares completions, but gets one completion at a time."""
-    for name in filter(lambda name: ":" in name, recipe["reward_funcs"]):
-        function = function_source(name) if recipe["reward_isolation"] == "completion" else None
+    for name in filter(lambda name: ":" in name, recipe.rewards.funcs):
+        function = function_source(name) if recipe.rewards.isolation == "completion" else None
         if function is not None and (comparison := find_comparison(function)):
             call, line = comparison
             message = f"'{name}' compares completions ({call}, line {line}), but gets one at a time"
@@ -217,7 +217,7 @@ def _benchmarks(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     """Yield problems of the names in ``benchmarks``, and of the columns of benchmark files."""
     source = requested_source(recipe)
     played = source.benchmarks(recipe.__getitem__) if source else []
-    for name in dict.fromkeys(recipe["benchmarks"]):
+    for name in dict.fromkeys(recipe.evaluation.benchmarks):
         where = recipe.location("benchmarks")
         by_sources = (other.benchmark_problem(name, where, recipe.__getitem__) for other in parts("prompt_source"))
         if problem := next(filter(None, by_sources), None) or benchmark_problem(name, where, played):
@@ -236,7 +236,7 @@ def _benchmarks(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _reward_variables(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
-    for name in recipe["reward_environment"]:
+    for name in recipe.rewards.environment:
         if name not in environment:
             fix = f"export {name} first, or remove it from reward_environment"
             yield recipe.problem("reward_environment", f"environment variable {name} is not set", fix)
@@ -250,19 +250,19 @@ _CHECKS: tuple[_Check, ...] = (
 # fmt: off
 _IDLE: tuple[Idle, ...] = (
     Idle("reward_timeout reward_memory_gib reward_workers",
-        lambda r: rewards_in_children().isdisjoint(r["reward_funcs"]) and not isolates_rewards(r),
+        lambda r: rewards_in_children().isdisjoint(r.rewards.funcs) and not isolates_rewards(r),
         "a reward in a child process (math_verify, or your own)"),
     Idle("reward_concurrency",
-        lambda r: rewards_with_server().isdisjoint(r["reward_funcs"]) and not isolates_rewards(r),
+        lambda r: rewards_with_server().isdisjoint(r.rewards.funcs) and not isolates_rewards(r),
         "a reward that calls a server, or your own in a child process"),
     Idle("reward_environment",
-        lambda r: rewards_with_server().isdisjoint(r["reward_funcs"]) and not isolates_rewards(r)
+        lambda r: rewards_with_server().isdisjoint(r.rewards.funcs) and not isolates_rewards(r)
             and not ((source := source_of(r.__getitem__)) and source.uses_reward_variables(r.__getitem__)),
         "an environment, or your own reward in a child process"),
-    Idle("benchmark_*", lambda r: not r["benchmarks"], "benchmarks"),
-    Idle("maxent_length_normalize_ref", lambda r: maxent.targets_q(r) and r["maxent_beta"] == 0, "maxent_beta above 0"),
-    Idle("hub_*", lambda r: not r["push_to_hub"], "push_to_hub"),
-    Idle("fsdp_cpu_offload", lambda r: r["accelerator"] != "fsdp2", "accelerator: fsdp2"),
+    Idle("benchmark_*", lambda r: not r.evaluation.benchmarks, "benchmarks"),
+    Idle("maxent_length_normalize_ref", lambda r: maxent.targets_q(r) and r.maxent.beta == 0, "maxent_beta above 0"),
+    Idle("hub_*", lambda r: not r.run.push_to_hub, "push_to_hub"),
+    Idle("fsdp_cpu_offload", lambda r: r.processes.accelerator != "fsdp2", "accelerator: fsdp2"),
     Idle("eval_*", lambda r: not rules.evaluates(r), "eval_strategy"),
     Idle("wandb_*", lambda r: "wandb" not in rules.reports_to(r), "report_to: wandb"),
     Idle("weight_sync_timeout vllm_server_host vllm_server_port vllm_group_port vllm_node vllm_gpu "
@@ -272,7 +272,7 @@ _IDLE: tuple[Idle, ...] = (
     Idle("server_backend", lambda r: not rules.uses_external_server(r), "vllm_server_base_url"),
     Idle("max_concurrent_requests", lambda r: not rules.uses_external_server(r) and not rules.starts_server(r),
         "a vLLM server"),
-    Idle("vllm_* weight_sync* weight_guard*", lambda r: not r["use_vllm"], "use_vllm: true"),
+    Idle("vllm_* weight_sync* weight_guard*", lambda r: not r.server.use_vllm, "use_vllm: true"),
 )
 # fmt: on
 
@@ -280,16 +280,16 @@ _IDLE: tuple[Idle, ...] = (
 def notes(recipe: Recipe) -> list[str]:
     """Return remarks about a valid recipe that the user should read before its job waits in a queue, a line each."""
     lines = [*recipe.notes, *filter(None, [maxent.limit_note(recipe)])]
-    group, accumulation = recipe["num_generations"], recipe["gradient_accumulation_steps"]
-    rows_per_process = recipe["per_device_train_batch_size"] * (recipe["steps_per_generation"] or accumulation)
+    group, accumulation = recipe.batch.num_generations, recipe.batch.gradient_accumulation_steps
+    rows_per_process = recipe.batch.per_device_train_batch_size * (recipe.batch.steps_per_generation or accumulation)
     multiple = group // math.gcd(group, rows_per_process)
-    if multiple > 1 and recipe["prompts_per_step"] is None and recipe["generation_batch_size"] is None:
+    if multiple > 1 and recipe.batch.prompts_per_step is None and recipe.batch.generation_batch_size is None:
         lines.append(
             f"the batch has whole groups of {group} only if the number of training processes is a multiple of "
             f"{multiple}; prompts_per_step gives the same batch for every number"
         )
     if learning.MIN_FRACTION <= (fraction := learning.reached_fraction(recipe)) < 1:
-        schedule = f"warmup_steps {recipe['warmup_steps']:g} with max_steps {recipe['max_steps']}"
+        schedule = f"warmup_steps {recipe.optimizer.warmup_steps:g} with max_steps {recipe.batch.max_steps}"
         lines.append(f"{schedule}: the learning rate reaches {fraction:.0%} of learning_rate")
     nan_filter = "logging_nan_inf_filter"
     if recipe.is_set(nan_filter) and recipe[nan_filter]:
@@ -308,6 +308,6 @@ def missing_requirement(recipe: Recipe, key: str) -> str:
     """Return the setting without which ``key`` does nothing, as text, or "" if the recipe has the setting."""
     readers = [name for name, reward in rewards().items() if key in reward.keys]
     if readers and key not in ("max_completion_length", "reward_timeout"):  # they are not only for these rewards
-        return "" if set(readers) & set(recipe["reward_funcs"]) else " or ".join(readers)
+        return "" if set(readers) & set(recipe.rewards.funcs) else " or ".join(readers)
     rows = (row for row in (*entries("idle"), *_IDLE) if key in rules.matching_keys(row.keys))
     return next((row.requirement for row in rows if key != row.requirement and row.is_idle(recipe)), "")

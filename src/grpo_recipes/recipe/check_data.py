@@ -60,7 +60,7 @@ def mixture_sources(recipe: Recipe) -> list[DataSource]:
     An entry without ``columns`` gets the recipe's prompt and solution columns.
     """
     sources, keys = [], ("dataset_mixture", "dataset_mixture")
-    for entry in (recipe["dataset_mixture"] or {}).get("datasets") or []:
+    for entry in (recipe.data.mixture or {}).get("datasets") or []:
         columns = entry.get("columns") or [recipe[key] for key in COLUMN_KEYS]
         if entry.get("id") and len(columns) > 1:
             extra_columns = tuple(columns[2:]) if entry.get("columns") else None
@@ -88,7 +88,7 @@ def head_of(source: DataSource) -> Head | None:
 
 def reward_arguments(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     """Yield a problem for each user reward with a required argument that no dataset of the recipe has."""
-    live = LIVE_OBJECTS if recipe["reward_isolation"] == "none" else ()
+    live = LIVE_OBJECTS if recipe.rewards.isolation == "none" else ()
     yield from missing_argument_problems(recipe, list(_columns_of_sets(recipe)), recipe.path.parent / "rewards", live)
 
 
@@ -97,12 +97,12 @@ def _columns_of_sets(recipe: Recipe) -> Iterator[Columns | None]:
 
     A mixture counts as one dataset with the columns that all of its datasets have.
     """
-    if recipe["dataset_mixture"]:
+    if recipe.data.mixture:
         all_of = [_columns(source) for source in mixture_sources(recipe)]
         known = [columns for columns in all_of if columns is not None]
         common = set.intersection(*map(set, known)) if known and len(known) == len(all_of) else None
         yield None if common is None else {name: known[0][name] for name in sorted(common)}
-    elif recipe["dataset_name"]:
+    elif recipe.data.name:
         yield _columns(training_source(recipe))
     if rules.evaluation_set(recipe):
         yield _columns(evaluation_source(recipe))
@@ -128,7 +128,7 @@ def training_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
 
     Too few rows for one step are a problem too. Yield nothing if the recipe sets neither or both.
     """
-    name, mixture = recipe["dataset_name"], recipe["dataset_mixture"]
+    name, mixture = recipe.data.name, recipe.data.mixture
     if name and mixture is None:
         yield from _dataset(recipe.location("dataset_name"), training_source(recipe), recipe.location, recipe)
         yield from _enough_rows(recipe, [training_source(recipe)])
@@ -176,8 +176,8 @@ def evaluation_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     """
     if rules.evaluation_set(recipe):
         yield from _dataset(recipe.location("eval_dataset_name"), evaluation_source(recipe), recipe.location, recipe)
-    elif recipe["eval_strategy"] != "no" and recipe["dataset_name"] and not recipe["dataset_mixture"]:
-        name, split = recipe["dataset_name"], recipe["dataset_test_split"]
+    elif recipe.evaluation.strategy != "no" and recipe.data.name and not recipe.data.mixture:
+        name, split = recipe.data.name, recipe.data.test_split
         path, data = Path(os.path.expanduser(name)), generated(name)
         one_set = data is not None and data.in_files
         if one_set or (os.path.exists(path) and not has_splits(path)):
@@ -269,7 +269,7 @@ def _no_column(source: DataSource, head: Head, column: str, for_solution: bool |
 
 def _wrong_rows(source: DataSource, head: Head, place: _Place, recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem if a prompt or solution in the first rows is of the wrong kind, or is missing in all of them."""
-    marker = recipe["dataset_solution_marker"]
+    marker = recipe.data.solution_marker
     readers: tuple[tuple[str, Callable[[Any], Any]], ...] = (
         (source.prompt, lambda value: chat_of(value, source, None)),
         (source.solution, lambda value: answer_of(value, marker, source)[0]),
@@ -296,19 +296,21 @@ def _enough_rows(recipe: Recipe, sources: Sequence[DataSource]) -> Iterator[Prob
     Nothing is yielded if the rows of a dataset can't be counted quickly, for example before a download, or if the
     recipe does not set the size of a step.
     """
-    least = recipe["prompts_per_step"]
-    if least is None and recipe["generation_batch_size"]:
-        least = recipe["generation_batch_size"] // recipe["num_generations"]
+    least = recipe.batch.prompts_per_step
+    if least is None and recipe.batch.generation_batch_size:
+        least = recipe.batch.generation_batch_size // recipe.batch.num_generations
+    if not least:
+        return
     total = 0
-    for source in sources if least else ():
+    for source in sources:
         count = local_rows(source, least - total)
         if count is None or (total := total + count) >= least:
             return
-    if least and sources:
-        key = "prompts_per_step" if recipe["prompts_per_step"] is not None else "generation_batch_size"
+    if sources:
+        key = "prompts_per_step" if recipe.batch.prompts_per_step is not None else "generation_batch_size"
         names = " and ".join(f"'{source.id}'" for source in sources)
         message = f"one step needs {least} prompts, {names} {'have' if len(sources) > 1 else 'has'} {total} rows"
-        value = total if key == "prompts_per_step" else total * recipe["num_generations"]
+        value = total if key == "prompts_per_step" else total * recipe.batch.num_generations
         yield recipe.problem(key, message, f"set {key}: {value}, or name a larger dataset" if total else "add rows")
 
 
@@ -338,12 +340,12 @@ def evaluation_note(recipe: Recipe) -> str:
     """
     if not rules.evaluates(recipe) or source_of(recipe.__getitem__):
         return ""
-    share, most = recipe["eval_subsample"], recipe["eval_max_prompts"]
+    share, most = recipe.evaluation.subsample, recipe.evaluation.max_prompts
     limits = f"eval_max_prompts {most}" + (f", eval_subsample {share:g}" if share < 1 else "")
-    name, size = rules.evaluation_set(recipe), (recipe["dataset_mixture"] or {}).get("test_split_size")
+    name, size = rules.evaluation_set(recipe), (recipe.data.mixture or {}).get("test_split_size")
     if size and not name:
         return f"evaluation: the held-out rows of the mixture (test_split_size {float(size):g}), at most {most}"
-    source = evaluation_source(recipe) if name else replace(training_source(recipe), split=recipe["dataset_test_split"])
+    source = evaluation_source(recipe) if name else replace(training_source(recipe), split=recipe.data.test_split)
     if not source.id or ((data := generated(source.id)) and data.ordered):
         return ""
     path = Path(os.path.expanduser(source.id))

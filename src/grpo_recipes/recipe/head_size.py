@@ -18,9 +18,9 @@ def head_size_problems(recipe: Recipe, _: Mapping[str, str], device: str | None 
 
     Without a local folder, or if ``device`` is not "cpu", nothing is checked.
     """
-    if not recipe["use_vllm"] or uses_external_server(recipe) or device != "cpu":
+    if not recipe.server.use_vllm or uses_external_server(recipe) or device != "cpu":
         return
-    size = head_size(Path(os.path.expanduser(recipe["model_name_or_path"] or "")))
+    size = head_size(Path(os.path.expanduser(recipe.model.name)))
     if size is not None and size not in CPU_HEAD_SIZES:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
         message = f"head_dim is {size}, but vLLM's attention on CPU supports only {sizes}"

@@ -19,7 +19,7 @@ MIN_FRACTION = 0.01  # smallest useful fraction of learning_rate; a run that sta
 
 def mixed_precision(recipe: Recipe) -> str:
     """Return accelerate's name for the precision of the computation. TRL uses bf16 by default."""
-    return "fp16" if recipe["fp16"] else "no" if recipe["bf16"] is False else "bf16"
+    return "fp16" if recipe.processes.fp16 else "no" if recipe.processes.bf16 is False else "bf16"
 
 
 def served_dtype(dtype: str | None, mixed: str, shared: bool = False) -> str:
@@ -40,7 +40,7 @@ def updates_float32(accelerator: str, mixed: str) -> bool:
 
 def trains_weights_as_loaded(recipe: Recipe) -> bool:
     """Return whether weights are trained in the dtype in which they are loaded; PEFT keeps adapters in float32."""
-    return not recipe["use_peft"] or bool(recipe["lora_modules_to_save"])
+    return not recipe.lora.use_peft or bool(recipe.lora.modules_to_save)
 
 
 def lost_updates(dtype: str, learning_rate: float, optim: str, optim_args: str | None) -> str:
@@ -68,8 +68,8 @@ def float32_fix(mixed: str) -> str:
 
 def reached_fraction(recipe: Recipe) -> float:
     """Return the largest fraction of ``learning_rate`` in any step; 1 if the number of steps is not known."""
-    steps, warmup = recipe["max_steps"], recipe["warmup_steps"]
-    if steps < 1 or recipe["lr_scheduler_type"] in _NOT_FROM_ZERO:
+    steps, warmup = recipe.batch.max_steps, recipe.optimizer.warmup_steps
+    if steps < 1 or recipe.optimizer.lr_scheduler_type in _NOT_FROM_ZERO:
         return 1.0
     warmup = int(warmup) if warmup >= 1 else math.ceil(warmup * steps)
     return 1.0 if warmup < steps else (steps - 1) / warmup  # the first step is step 0 of the schedule

@@ -30,7 +30,7 @@ _LIMITED: dict[str, tuple[str, int, Callable[[int], float]]] = {
 
 def objective_of(recipe: Recipe) -> Objective | None:
     """Return the objective of a MaxEnt recipe; None for GRPO recipes, and if no objective is set."""
-    return OBJECTIVES.get(recipe["maxent_objective"]) if task_of(recipe) == MAXENT else None
+    return OBJECTIVES.get(recipe.maxent.objective or "") if task_of(recipe) == MAXENT else None
 
 
 def targets_q(recipe: Recipe) -> bool:
@@ -40,8 +40,8 @@ def targets_q(recipe: Recipe) -> bool:
 
 
 def _tau(recipe: Recipe) -> float | None:
-    objective = OBJECTIVES.get(recipe["maxent_objective"])
-    return objective.tau_or_default(recipe["maxent_tau"]) if objective else None
+    objective = OBJECTIVES.get(recipe.maxent.objective or "")
+    return objective.tau_or_default(recipe.maxent.tau) if objective else None
 
 
 def weight_ratio(recipe: Recipe, tau: float | None = None) -> float:
@@ -58,11 +58,11 @@ def weight_ratio(recipe: Recipe, tau: float | None = None) -> float:
         return math.inf
     if not targets_q(recipe):
         return _exp(1 / tau) if tau else math.inf
-    group, epsilon = recipe["num_generations"], recipe["maxent_q_epsilon"]
-    softmax_wrong = 1 / (1 + _exp(1 / recipe["maxent_q_temperature"])) * 2 / group
+    group, epsilon = recipe.batch.num_generations, recipe.maxent.q_epsilon
+    softmax_wrong = 1 / (1 + _exp(1 / recipe.maxent.q_temperature)) * 2 / group
     softmax_right = 2 / group - softmax_wrong
     q_wrong, q_right = (mass * (1 - group * epsilon) + epsilon for mass in (softmax_wrong, softmax_right))
-    pull = tau + recipe["maxent_beta"]
+    pull = tau + recipe.maxent.beta
     return _exp(math.log(q_right / q_wrong) / pull) if q_wrong and pull else math.inf
 
 
@@ -76,7 +76,7 @@ def limit_note(recipe: Recipe) -> str | None:
     Either right and wrong answers have nearly equal weights, or wrong answers have practically no weight. ``listwise``
     has further cases for long completions. Return None for other tasks, without tau, and if a controller moves tau.
     """
-    name, ratio, tau = recipe["maxent_objective"], weight_ratio(recipe), _tau(recipe)
+    name, ratio, tau = recipe.maxent.objective or "", weight_ratio(recipe), _tau(recipe)
     if task_of(recipe) != MAXENT or tau is None or _targets(recipe):
         return None
     weight = (
@@ -101,16 +101,16 @@ def _listwise_note(recipe: Recipe, ratio: float) -> str | None:
 
     ``ratio`` is the result of ``weight_ratio``.
     """
-    longest, temperature = recipe["max_completion_length"], recipe["maxent_policy_temperature"]
-    length = f"max_completion_length is {longest}"
-    if temperature and longest >= _VERY_LONG and not recipe["maxent_policy_spread"]:
+    limit, temperature = recipe.sampling.max_completion_length, recipe.maxent.policy_temperature
+    longest, length = limit or math.inf, f"max_completion_length is {limit or 'not set'}"
+    if temperature and longest >= _VERY_LONG and not recipe.maxent.policy_spread:
         return (
             f"maxent_objective: listwise with maxent_policy_temperature {temperature:g}: completions of {_VERY_LONG} "
             f"tokens or more ({length}) differ by many more nats, so the most likely completion has nearly all of the "
             "policy's distribution over a group; maxent_policy_spread: 1 widens it"
         )
     if policy_per_token(recipe.__getitem__) and longest >= _LONG:
-        right_only = ratio > _PROPORTIONAL_RATIO and recipe["maxent_beta"] == 0
+        right_only = ratio > _PROPORTIONAL_RATIO and recipe.maxent.beta == 0
         effect = "this is MaxRL" if right_only else "it does not make right answers equally likely"
         return (
             f"maxent_policy_temperature: 0 divides log-probs by the length: at {_LONG} tokens a completion or more "
@@ -135,7 +135,7 @@ def _target(recipe: Recipe) -> list[str]:
 
 
 def _equal_weights(recipe: Recipe, target: str) -> float:
-    return _LIMITED[target][2](recipe["num_generations"])
+    return _LIMITED[target][2](recipe.batch.num_generations)
 
 
 def _unreachable_targets(recipe: Recipe) -> list[str]:
@@ -146,7 +146,7 @@ def _unreachable_targets(recipe: Recipe) -> list[str]:
 
 def _start_outside_limits(recipe: Recipe) -> list[str]:
     """Return the key to change if tau starts outside the controller's limits; another rule checks swapped limits."""
-    low, high, tau = recipe["maxent_tau_min"], recipe["maxent_tau_max"], _tau(recipe)
+    low, high, tau = recipe.maxent.tau_min, recipe.maxent.tau_max, _tau(recipe)
     if tau is None or not _target(recipe) or low <= tau <= high or (low > high and 0 < tau < math.inf):
         return []
     limit = "maxent_tau_min" if tau < low else "maxent_tau_max"
@@ -155,7 +155,7 @@ def _start_outside_limits(recipe: Recipe) -> list[str]:
 
 def _within_limits(recipe: Recipe, _: str) -> str:
     """Return the fix for a tau that starts outside the controller's limits."""
-    low, high = sorted((recipe["maxent_tau_min"], recipe["maxent_tau_max"]))
+    low, high = sorted((recipe.maxent.tau_min, recipe.maxent.tau_max))
     middle = f"set maxent_tau: {math.sqrt(low * high):.3g}"
     return f"{middle}, or other limits" if low < high else f"remove maxent_tau_max, or {middle}"
 
@@ -177,30 +177,30 @@ RULES = (
     Rule("{item}", lambda r: task_of(r) != MAXENT and set_by_user(r, "maxent_*"),
         "'{item}' changes nothing in a GRPO run",
         "{removal}, or make it a MaxEnt run (maxent_objective in the recipe)"),
-    Rule("maxent_objective", lambda r: task_of(r) == MAXENT and r["maxent_objective"] is None,
+    Rule("maxent_objective", lambda r: task_of(r) == MAXENT and r.maxent.objective is None,
         "maxent_objective is null, and the recipe names no other task",
         "set maxent_objective: listwise, or remove it; docs/maxent.md has the evidence for each objective"),
     Rule("{item}", _unread, "'{item}' changes nothing under maxent_objective: {maxent_objective}",
         lambda r, key: f"{removal(r, key)}, or write maxent_objective: "
         + " or ".join(name for name, objective in sorted(OBJECTIVES.items()) if key not in objective.unread)),
     Rule("{item}", lambda r: [key for key, value in _fixed(r).items() if r.is_set(key) and r[key] != value],
-        lambda r, key: f"{key}: {r[key]} contradicts maxent_objective: {r['maxent_objective']}, whose {key} is "
+        lambda r, key: f"{key}: {r[key]} contradicts maxent_objective: {r.maxent.objective}, whose {key} is "
         f"{_fixed(r)[key]}", "{removal}"),
     Rule("maxent_length_normalize_policy",
-        lambda r: r["maxent_objective"] == "listwise" and r["maxent_policy_temperature"] > 0
+        lambda r: r.maxent.objective == "listwise" and r.maxent.policy_temperature > 0
         and set_by_user(r, "maxent_length_normalize_policy"),
         "'{item}' changes nothing with maxent_policy_temperature {maxent_policy_temperature:g}, which divides the "
         "summed log-prob", "{removal}, or write maxent_policy_temperature: 0"),
     Rule("maxent_policy_spread",
-        lambda r: r["maxent_objective"] == "listwise" and r["maxent_policy_temperature"] == 0
+        lambda r: r.maxent.objective == "listwise" and r.maxent.policy_temperature == 0
         and set_by_user(r, "maxent_policy_spread"),
         "'{item}' changes nothing with maxent_policy_temperature 0: it raises one above 0",
         "{removal}, or remove maxent_policy_temperature"),
-    Rule("maxent_q_epsilon", lambda r: targets_q(r) and r["maxent_q_epsilon"] * r["num_generations"] >= 1,
-        lambda r, _: f"maxent_q_epsilon {r['maxent_q_epsilon']:g} is not below 1 / num_generations "
-        f"({1 / r['num_generations']:g}): q would be negative",
-        lambda r, _: f"write less than {1 / r['num_generations']:g}, e.g. maxent_q_epsilon: 1e-6"),
-    Rule("maxent_tau", lambda r: targets_q(r) and _tau(r) + r["maxent_beta"] <= 0,
+    Rule("maxent_q_epsilon", lambda r: targets_q(r) and r.maxent.q_epsilon * r.batch.num_generations >= 1,
+        lambda r, _: f"maxent_q_epsilon {r.maxent.q_epsilon:g} is not below 1 / num_generations "
+        f"({1 / r.batch.num_generations:g}): q would be negative",
+        lambda r, _: f"write less than {1 / r.batch.num_generations:g}, e.g. maxent_q_epsilon: 1e-6"),
+    Rule("maxent_tau", lambda r: targets_q(r) and (_tau(r) or 0) + r.maxent.beta <= 0,
         "maxent_tau and maxent_beta are both 0: the target's exponents 1 / (tau + beta) are not defined",
         "write maxent_tau: 0.01 or more, or a maxent_beta"),
     Rule("{item}", lambda r: task_of(r) == MAXENT and _tau(r) is not None and not _targets(r)
@@ -212,35 +212,35 @@ RULES = (
         lambda r, key: f"{key} {r[key]:g} is not between {_LIMITED[key][1]}, that of all weight on one completion, and "
         f"{_LIMITED[key][0]} ({_equal_weights(r, key):g}), that of equal weights", 
         lambda r, key: f"set {key}: {(_LIMITED[key][1] + _equal_weights(r, key)) / 2:.3g}"),
-    Rule(_RATIO, lambda r: _target(r) == [_RATIO] and r[_RATIO] > weight_ratio(r, r["maxent_tau_min"]),
-        lambda r, _: f"{_RATIO} {r[_RATIO]:g} is out of reach: at maxent_tau_min {r['maxent_tau_min']:g} a right "
-        f"answer weighs {format_ratio(weight_ratio(r, r['maxent_tau_min']))} what a wrong one does",
+    Rule(_RATIO, lambda r: _target(r) == [_RATIO] and r[_RATIO] > weight_ratio(r, r.maxent.tau_min),
+        lambda r, _: f"{_RATIO} {r[_RATIO]:g} is out of reach: at maxent_tau_min {r.maxent.tau_min:g} a right "
+        f"answer weighs {format_ratio(weight_ratio(r, r.maxent.tau_min))} what a wrong one does",
         "lower it, or lower maxent_tau_min or maxent_beta"),
-    Rule("maxent_tau_lr", lambda r: _target(r) == [_RATIO] and r["maxent_tau_lr"] >= 2,
+    Rule("maxent_tau_lr", lambda r: _target(r) == [_RATIO] and r.maxent.tau_lr >= 2,
         "maxent_tau_lr {maxent_tau_lr:g} takes tau further past maxent_target_ratio with each step",
         "set maxent_tau_lr: 0.2, which corrects a fifth of the error, or 1, which corrects all of it"),
-    Rule("maxent_tau_min", lambda r: _target(r) and r["maxent_tau_min"] > r["maxent_tau_max"],
+    Rule("maxent_tau_min", lambda r: _target(r) and r.maxent.tau_min > r.maxent.tau_max,
         "maxent_tau_min {maxent_tau_min:g} is above maxent_tau_max {maxent_tau_max:g}",
         "set maxent_tau_min: {maxent_tau_max:g} and maxent_tau_max: {maxent_tau_min:g}"),
     Rule("{item}", _start_outside_limits,
-        lambda r, _: f"tau starts at {_tau(r):g}, outside of maxent_tau_min {r['maxent_tau_min']:g} and maxent_tau_max "
-        f"{r['maxent_tau_max']:g}", _within_limits),
-    Rule("{item}", lambda r: r["kl_target"] is None and set_by_user(r, "kl_horizon kl_ctl_step_size kl_beta_min"),
+        lambda r, _: f"tau starts at {_tau(r):g}, outside of maxent_tau_min {r.maxent.tau_min:g} and maxent_tau_max "
+        f"{r.maxent.tau_max:g}", _within_limits),
+    Rule("{item}", lambda r: r.loss.kl_target is None and set_by_user(r, "kl_horizon kl_ctl_step_size kl_beta_min"),
         "'{item}' changes nothing without kl_target: beta is fixed", "{removal}, or add kl_target"),
-    Rule("kl_target", lambda r: r["kl_target"] is not None and r["beta"] == 0,
+    Rule("kl_target", lambda r: r.loss.kl_target is not None and r.loss.beta == 0,
         "the controller multiplies beta, which is 0: there is no KL to hold",
         "write beta (init_kl_coeff) above 0, e.g. beta: 0.04"),
     Rule("{item}", lambda r: ["kl_beta_min" if r.is_set("kl_beta_min") else "beta"]
-        if r["kl_target"] is not None and 0 < r["beta"] < r["kl_beta_min"] else [],
+        if r.loss.kl_target is not None and 0 < r.loss.beta < r.loss.kl_beta_min else [],
         "kl_beta_min {kl_beta_min:g} is above beta (init_kl_coeff) {beta:g}, where the controller starts",
-        lambda r, _: f"write kl_beta_min: {r['beta'] / 100:g}, or a larger beta"),
+        lambda r, _: f"write kl_beta_min: {r.loss.beta / 100:g}, or a larger beta"),
     Rule("ref_model_name_or_path",
-        lambda r: r["ref_model_name_or_path"] and r["beta"] == 0 and not (targets_q(r) and r["maxent_beta"] > 0),
+        lambda r: r.loss.ref_model_name_or_path and r.loss.beta == 0 and not (targets_q(r) and r.maxent.beta > 0),
         "'ref_model_name_or_path' changes nothing: no term of the loss reads a reference",
         "remove it, or write beta above 0"),
     Rule("sync_ref_model",
-        lambda r: r["sync_ref_model"] and not r["use_peft"] and r["beta"] == 0
-        and not (targets_q(r) and r["maxent_beta"] > 0),
+        lambda r: r.loss.sync_ref_model and not r.lora.use_peft and r.loss.beta == 0
+        and not (targets_q(r) and r.maxent.beta > 0),
         lambda r, _: "sync_ref_model has no reference to sync: "
         + ("beta and maxent_beta are 0" if targets_q(r) else "beta is 0"),
         "remove sync_ref_model, or write beta above 0"),

@@ -41,7 +41,7 @@ def kind_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Pr
         fault = "the model is an encoder-decoder, and GRPO trains only decoders"
         yield recipe.problem(KEY, fault, _TEXT_MODEL)
         return
-    starts_vllm = recipe["use_vllm"] and not uses_external_server(recipe)
+    starts_vllm = recipe.server.use_vllm and not uses_external_server(recipe)
     if starts_vllm and reads_pictures(config) and importlib.util.find_spec("torchvision") is None:
         fault = "the model reads pictures, and vLLM can't serve it without torchvision, which is not installed"
         yield recipe.problem(KEY, fault, f"{_TEXT_MODEL}, or set use_vllm: false")
@@ -61,8 +61,10 @@ def check_unused_weights(recipe: Recipe, environment: Mapping[str, str], acceler
     checkpointing, DDP fails then unless the recipe sets ``use_peft`` or ``ddp_find_unused_parameters``. ``accelerator``
     is the method of the plan, for example "ddp". ``trainers`` is the number of ranks.
     """
-    fails = trainers > 1 and accelerator == "ddp" and recipe["gradient_checkpointing"] and not recipe["use_peft"]
-    if fails and not recipe["ddp_find_unused_parameters"] and reads_pictures(model_config(recipe, environment)):
+    fails = (
+        trainers > 1 and accelerator == "ddp" and recipe.processes.gradient_checkpointing and not recipe.lora.use_peft
+    )
+    if fails and not recipe.processes.ddp_find_unused_parameters and reads_pictures(model_config(recipe, environment)):
         key = "ddp_find_unused_parameters"
         fault = "the model reads pictures, and its weights for pictures get no gradient from text"
         raise config_error(recipe.source(key if recipe.is_set(key) else KEY), fault, f"set {key}: true")

@@ -9,15 +9,15 @@ OFF_POLICY = "one step off-policy: the server samples the next generation while 
 
 
 def _overlaps(recipe: Recipe) -> bool:
-    return bool(recipe["overlap_generation"])
+    return recipe.sampling.overlap_generation
 
 
 # fmt: off
 RULES = (
-    Rule("overlap_generation", lambda r: _overlaps(r) and not r["use_vllm"],
+    Rule("overlap_generation", lambda r: _overlaps(r) and not r.server.use_vllm,
         "overlap_generation needs a vLLM server, which samples while the trainers update",
         "{removal}, or write use_vllm: true"),
-    Rule("overlap_generation", lambda r: _overlaps(r) and r["use_vllm"] and not starts_server(r)
+    Rule("overlap_generation", lambda r: _overlaps(r) and r.server.use_vllm and not starts_server(r)
         and not uses_external_server(r),
         f"overlap_generation contradicts {COLOCATED}, where vLLM samples in the processes that update",
         f"{{removal}}, or remove {COLOCATED}"),
@@ -27,14 +27,14 @@ RULES = (
     Rule("overlap_generation", lambda r: _overlaps(r) and requested_source(r),
         "overlap_generation samples completions of prompts: the next prompts of environments are not known before",
         "{removal}"),
-    Rule("overlap_generation", lambda r: _overlaps(r) and r["weight_sync"] == "shared",
+    Rule("overlap_generation", lambda r: _overlaps(r) and r.server.weight_sync == "shared",
         "overlap_generation contradicts weight_sync: shared: an update would change the weights of a generation",
         "write weight_sync: auto, or remove overlap_generation"),
-    Rule("overlap_generation", lambda r: _overlaps(r) and r["vllm_gpu"] == "shared",
+    Rule("overlap_generation", lambda r: _overlaps(r) and r.server.gpu == "shared",
         "overlap_generation and vllm_gpu: shared can't be combined: server and trainers would compete for one GPU",
         "remove overlap_generation, or set vllm_gpu: own"),
     Rule("vllm_importance_sampling_correction",
-        lambda r: _overlaps(r) and r["use_vllm"] and not r["vllm_importance_sampling_correction"],
+        lambda r: _overlaps(r) and r.server.use_vllm and not r.sampling.importance_sampling_correction,
         "overlap_generation is one step off-policy, which vllm_importance_sampling_correction: false leaves as it is",
         "write vllm_importance_sampling_correction: true, or remove overlap_generation"),
 )

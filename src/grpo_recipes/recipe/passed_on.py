@@ -137,7 +137,12 @@ def owned_name(recipe: Recipe, key: str, name: str, value: Any, where: str) -> P
     fix = f"remove {name} from {key}"
     if isinstance(value, dict | list | bool) or len(text) > _LONGEST:
         return Problem(where, message, f"{fix}; use {owner}")
-    if owner in NEUTRAL_SAMPLING and recipe["use_vllm"] and value != NEUTRAL_SAMPLING[owner] and recipe[_CORRECTION]:
+    if (
+        owner in NEUTRAL_SAMPLING
+        and recipe.server.use_vllm
+        and value != NEUTRAL_SAMPLING[owner]
+        and recipe[_CORRECTION]
+    ):
         return Problem(where, message, f"{fix}, or remove it and set {owner}: {text} and {_CORRECTION}: false")
     return Problem(where, message, f"{fix} and set {owner}: {text}")
 
@@ -146,12 +151,12 @@ def known_names(recipe: Recipe, key: str) -> tuple[Mapping[str, Entry], str]:
     """Return the names that a dictionary of this recipe may contain, and a text that names their reader."""
     variants = passed_catalogue()[key]
     if key == "generation_kwargs":
-        engine = "vllm" if recipe["use_vllm"] else "transformers"
+        engine = "vllm" if recipe.server.use_vllm else "transformers"
         return variants[engine], {"vllm": "vLLM", "transformers": "transformers (use_vllm: false)"}[engine]
     if key == "lr_scheduler_kwargs":
-        return variants[recipe["lr_scheduler_type"]], f"lr_scheduler_type: {recipe['lr_scheduler_type']}"
+        return variants[recipe.optimizer.lr_scheduler_type], f"lr_scheduler_type: {recipe.optimizer.lr_scheduler_type}"
     if key == "optim_args":
-        return variants.get(recipe["optim"], {}), f"optim: {recipe['optim']}"
+        return variants.get(recipe.optimizer.optim, {}), f"optim: {recipe.optimizer.optim}"
     return variants[""], "it"
 
 
@@ -200,10 +205,10 @@ def _unknown_name(recipe: Recipe, key: str, name: str, where: str, known: Mappin
 
 def _optimizer(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems in ``optim_args``, a text of ``name=value`` pairs."""
-    if not recipe["optim_args"]:
+    if not recipe.optimizer.optim_args:
         return
     parts = {}
-    for pair in str(recipe["optim_args"]).split(","):
+    for pair in str(recipe.optimizer.optim_args).split(","):
         name, equals, text = (part.strip() for part in pair.partition("="))
         if not (name and equals and text):
             message = f"optim_args: expected name=value pairs separated by commas, got '{pair}'"
@@ -218,7 +223,7 @@ def _optimizer(recipe: Recipe) -> Iterator[Problem]:
 
 def _scheduler(recipe: Recipe) -> Iterator[Problem]:
     """Yield the arguments that the scheduler needs and the recipe does not set, or sets twice."""
-    kind, kwargs = recipe["lr_scheduler_type"], recipe["lr_scheduler_kwargs"] or {}
+    kind, kwargs = recipe.optimizer.lr_scheduler_type, recipe.optimizer.lr_scheduler_kwargs or {}
     known = passed_catalogue()["lr_scheduler_kwargs"][kind]
     key = "lr_scheduler_kwargs" if kwargs else "lr_scheduler_type"
     for name in (name for name, entry in known.items() if entry.get("required") and name not in kwargs):
@@ -231,20 +236,20 @@ def _scheduler(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _tenth(recipe: Recipe) -> int:
-    return max(1, int(recipe["max_steps"]) // 10) if recipe["max_steps"] > 0 else 10
+    return max(1, recipe.batch.max_steps // 10) if recipe.batch.max_steps > 0 else 10
 
 
 def _sampling(recipe: Recipe) -> Iterator[Problem]:
     """Yield problems for names in ``generation_kwargs`` that make the server sample from another distribution."""
-    kwargs, correction = recipe["generation_kwargs"] or {}, _CORRECTION
-    if not recipe["use_vllm"]:
+    kwargs, correction = recipe.sampling.generation_kwargs or {}, _CORRECTION
+    if not recipe.server.use_vllm:
         return
     for name in (name for name in kwargs if name in _CHANGE_DISTRIBUTION and kwargs[name] and recipe[correction]):
         message = f"generation_kwargs: {name} biases the importance-sampling correction (the trainer scores the full "
         message += "distribution)"
         fix = f"remove {name} from generation_kwargs, or set {correction}: false"
         yield Problem(recipe.location("generation_kwargs", name), message, fix)
-    if kwargs.get("structured_outputs") and recipe["vllm_structured_outputs_regex"] is not None:
+    if kwargs.get("structured_outputs") and recipe.sampling.structured_outputs_regex is not None:
         message = "generation_kwargs: structured_outputs and the key vllm_structured_outputs_regex can't be combined"
         fix = "remove structured_outputs from generation_kwargs"
         yield Problem(recipe.location("generation_kwargs", "structured_outputs"), message, fix)
@@ -254,7 +259,7 @@ def _template(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Proble
     """Yield problems for names in ``chat_template_kwargs`` that the trainer sets or the chat template does not read."""
     key = "chat_template_kwargs"
     kwargs = recipe[key] or {}
-    recipe_template = recipe["chat_template"]
+    recipe_template = recipe.model.chat_template
     templates = (
         {"default": recipe_template}
         if recipe_template is not None

@@ -123,7 +123,7 @@ def prompt_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[
     """
     if not _has_prompts(recipe):
         return
-    if recipe["chat_template"] and "messages" not in recipe["chat_template"]:  # reported by a rule
+    if recipe.model.chat_template and "messages" not in recipe.model.chat_template:  # reported by a rule
         return
     key, templates = _templates(recipe, environment)
     if templates is None:
@@ -138,9 +138,9 @@ def prompt_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[
 
 def _rendering_fault(recipe: Recipe, key: str, template: str) -> Problem | None:
     """Return the first fault in rendering the prompts of ``_prompts``, or None. ``key`` sets the template."""
-    system = recipe["system_prompt"]
+    system = recipe.model.system_prompt
     try:
-        render = render_with(template, recipe["chat_template_kwargs"] or {})
+        render = render_with(template, recipe.model.chat_template_kwargs or {})
         for prompt in _prompts(recipe):
             if message := missing_message(render, prompt):
                 is_system_prompt = system and message == {"role": "system", "content": system}
@@ -173,8 +173,8 @@ def _has_prompts(recipe: Recipe) -> bool:
 
 def _templates(recipe: Recipe, environment: Mapping[str, str]) -> tuple[str, Mapping[str, str] | None]:
     """Return the key to change, and the templates by name; None if the model's files are not on this machine."""
-    if recipe["chat_template"] is not None:
-        return "chat_template", {"default": recipe["chat_template"]}
+    if recipe.model.chat_template is not None:
+        return "chat_template", {"default": recipe.model.chat_template}
     return "model_name_or_path", templates_of(recipe, environment)
 
 
@@ -183,21 +183,21 @@ def _prompts(recipe: Recipe) -> Iterator[list[Message]]:
 
     Without a local row, yield a prompt with the system prompt, if any, and a text of the user.
     """
-    sources: list[DataSource] = mixture_sources(recipe) if recipe["dataset_mixture"] else []
-    sources += [training_source(recipe)] if recipe["dataset_name"] and not sources else []
+    sources: list[DataSource] = mixture_sources(recipe) if recipe.data.mixture else []
+    sources += [training_source(recipe)] if recipe.data.name and not sources else []
     sources += [evaluation_source(recipe)] if evaluation_set(recipe) else []
     seen_roles, any_row = set(), False
     for source in sources:
         head = head_of(source)
         for row in head.rows if head else ():
-            prompt = chat_of(value_at(row, source.prompt), source, recipe["system_prompt"])
+            prompt = chat_of(value_at(row, source.prompt), source, recipe.model.system_prompt)
             roles = tuple(message["role"] for message in prompt)
             if prompt and roles not in seen_roles:
                 seen_roles.add(roles)
                 any_row = True
                 yield prompt
     if not any_row:
-        system = recipe["system_prompt"]
+        system = recipe.model.system_prompt or ""
         yield [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": "1+1="}]
 
 
@@ -206,13 +206,13 @@ def prompt_notes(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[str
     templates = _templates(recipe, environment)[1] if _has_prompts(recipe) else None
     if not templates or "default" not in templates:
         return
-    kwargs = recipe["chat_template_kwargs"] or {}
+    kwargs = recipe.model.chat_template_kwargs or {}
     with contextlib.suppress(ConfigError, *FAILURES):
         render = render_with(templates["default"], kwargs)
         prompt = next(_prompts(recipe))
         yield from rendering_notes(render, prompt, templates["default"], kwargs)
         if opens_thought(render(prompt)):
-            yield from expecting_thought(recipe["reward_funcs"])
+            yield from expecting_thought(recipe.rewards.funcs)
 
 
 def expecting_thought(rewards: Sequence[str]) -> Iterator[str]:

@@ -160,17 +160,17 @@ def missing_argument_problems(
         copies: folder with the run's copies of the reward files; it need not exist.
         live: objects that the trainer passes to rewards; None if there is no trainer.
     """
-    names = [recipe["dataset_solution_column"], recipe["eval_dataset_solution_column"]]
-    trainer_arguments = {*_LIVE, *(live or ()), *solution_names(names, recipe["dataset_mixture"])}
-    trainer_arguments |= {"source"} if recipe["dataset_mixture"] else set()
-    for name in filter(lambda name: ":" in name, recipe["reward_funcs"]):
+    names = [recipe.data.solution_column, recipe.evaluation.dataset_solution_column]
+    trainer_arguments = {*_LIVE, *(live or ()), *solution_names(names, recipe.data.mixture)}
+    trainer_arguments |= {"source"} if recipe.data.mixture else set()
+    for name in filter(lambda name: ":" in name, recipe.rewards.funcs):
         copy = copy_path(name, copies)
         function = function_source(name, copy if copy.exists() else None)
         required = required_parameters(function) if function else []
         from_columns = [parameter for parameter in required if parameter not in trainer_arguments]
         for parameter, columns in itertools.product(from_columns, sets):
             passed = {column for column, reason in (columns or {}).items() if not reason}
-            passed -= {*RESERVED_COLUMNS, recipe["dataset_prompt_column"]}
+            passed -= {*RESERVED_COLUMNS, recipe.data.prompt_column}
             if columns is not None and parameter not in passed:
                 available = [*_LIVE, "solution", *sorted(passed)]
                 message = f"'{name}' needs '{parameter}', which no reward gets"
@@ -179,7 +179,7 @@ def missing_argument_problems(
                     fix = "give it a default: an evaluation alone has no trainer"
                 elif parameter in LIVE_OBJECTS:
                     fix = "write reward_isolation: none, under which the trainer's own objects are handed on"
-                elif parameter == recipe["dataset_prompt_column"]:
+                elif parameter == recipe.data.prompt_column:
                     fix = "take prompts: the prompt column comes under this name, as chat messages"
                 elif parameter in columns:
                     reason = columns[parameter] or "reserved name"

@@ -18,14 +18,14 @@ def accelerator_of(recipe: Recipe, trainers: int, environment: Mapping[str, str]
 
     ``auto`` selects DeepSpeed ZeRO-2 if nothing else keeps float32 weights.
     """
-    accelerator = recipe["accelerator"]
+    accelerator = recipe.processes.accelerator
     if environment.get("CONFIG_FILE"):
         return "custom"
-    if accelerator == "auto" and recipe["dtype"] != "float32" and trains_weights_as_loaded(recipe):
+    if accelerator == "auto" and recipe.model.dtype != "float32" and trains_weights_as_loaded(recipe):
         return "zero2"
     if accelerator in ("auto", "ddp"):
         return "ddp" if trainers > 1 else "single"  # accelerate rejects --multi_gpu with one process
-    return str(accelerator)
+    return accelerator
 
 
 def sync_problems(recipe: Recipe, environment: Mapping[str, str], device: str | None = None) -> Iterator[Problem]:
@@ -33,11 +33,11 @@ def sync_problems(recipe: Recipe, environment: Mapping[str, str], device: str | 
 
     ``device`` is "cpu", "cuda", or None if it is unknown.
     """
-    has_server, method = starts_server(recipe), recipe["weight_sync"]
-    if not recipe["use_vllm"] or (has_server and method not in SYNC_METHODS):
+    has_server, method = starts_server(recipe), recipe.server.weight_sync
+    if not recipe.server.use_vllm or (has_server and method not in SYNC_METHODS):
         return
-    accelerator = accelerator_of(recipe, recipe["num_processes"] or 1, environment)
-    apart = recipe["vllm_node"] == "own"
+    accelerator = accelerator_of(recipe, recipe.processes.num_processes or 1, environment)
+    apart = recipe.server.node == "own"
     if problem := sync_problem(recipe, method if has_server else COLOCATE, accelerator, apart, device):
         yield problem
 
@@ -49,8 +49,8 @@ def sync_problem(
 
     ``apart`` means that vLLM and rank 0 run on different nodes. ``device`` is "cpu", "cuda", or None if it is unknown.
     """
-    parallel = (recipe["vllm_tensor_parallel_size"] or 1) > 1
-    setups = [accelerator, "lora" if recipe["use_peft"] else "full", *(["tensor_parallel"] if parallel else [])]
+    parallel = recipe.server.tensor_parallel_size > 1
+    setups = [accelerator, "lora" if recipe.lora.use_peft else "full", *(["tensor_parallel"] if parallel else [])]
     setups += ["nodes"] if apart else []
     working = f"weight_sync: {' or '.join(sync_methods_for(setups, device))}"
     key, name = "weight_sync", method
@@ -67,10 +67,10 @@ def sync_problem(
 
 def _fix(recipe: Recipe, method: str, setups: Collection[str], working: str) -> str:
     """Return the edit that makes weight sync work. ``working`` has the methods that need no other change."""
-    if recipe["use_peft"] and not set(NOT_WITH_LORA).isdisjoint(setups):
+    if recipe.lora.use_peft and not set(NOT_WITH_LORA).isdisjoint(setups):
         return "write accelerator: ddp or zero2"
     edits = {"full": ("lora", "use_peft: true")}
-    edits |= {"zero2": ("ddp", "dtype: float32")} if recipe["accelerator"] == "auto" else {}
+    edits |= {"zero2": ("ddp", "dtype: float32")} if recipe.processes.accelerator == "auto" else {}
     for old, (new, edit) in edits.items():
         changed = [new if setup == old else setup for setup in setups]
         if old in setups and SYNC_TABLE[method].refusal(changed) is None:

@@ -120,7 +120,7 @@ def probe_rewards(
     ``left_out`` has the columns that rewards do not get, with the reasons. Raise ConfigError if rewards fail, with the
     problems of all of them.
     """
-    names = list(dict.fromkeys(recipe["reward_funcs"]))
+    names = list(dict.fromkeys(recipe.rewards.funcs))
     try:
         return _probe_together(recipe, names, rows, left_out)
     except ConfigError:
@@ -140,8 +140,8 @@ def _probe_together(
     """
     settings = _make_settings(recipe)
     settings.reward_funcs = names
-    strict, most_missing = recipe["answer_matching"] == "strict", recipe["reward_max_no_verdict"]
-    variables = recipe["reward_environment"]
+    strict, most_missing = recipe.rewards.answer_matching == "strict", recipe.rewards.max_no_verdict
+    variables = recipe.rewards.environment
     with (
         convert_reward_errors(recipe),
         tempfile.TemporaryDirectory() as folder,
@@ -162,7 +162,7 @@ def convert_reward_errors(recipe: Recipe) -> Iterator[None]:
     except RewardFailed as error:
         fix = "correct it, or set another reward in reward_funcs"
         if NO_ANSWER in str(error):
-            fix = _describe_server_fix(recipe["reward_environment"])
+            fix = _describe_server_fix(recipe.rewards.environment)
         elif not isinstance(error.__cause__, ConfigError | None):  # raised by the user's code
             traceback.print_exception(error.__cause__)
         raise config_error(recipe.location("reward_funcs"), str(error), fix) from error
@@ -192,9 +192,9 @@ def find_problems(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Pro
             fix += f", which must read one of these formats: {formats}"
         problems.append(Problem(where, fault, fix))
     built_in = rewards()
-    entries = [built_in[name] for name in recipe["reward_funcs"] if name in built_in]
+    entries = [built_in[name] for name in recipe.rewards.funcs if name in built_in]
     if tag_rewards := [entry.name for entry in entries if entry.tagged]:
-        prompt_text = "\n".join([recipe["system_prompt"] or "", *(str(row["prompt"]) for row in rows[:_MOST_SHOWN])])
+        prompt_text = "\n".join([recipe.model.system_prompt or "", *(str(row["prompt"]) for row in rows[:_MOST_SHOWN])])
         if r"\boxed" in prompt_text and "<answer>" not in prompt_text:
             fault = rf"the prompt asks for \boxed{{}}, but reward '{tag_rewards[0]}' reads only <answer>…</answer>"
             fix = r"set reward_funcs: [math_verify], which reads both, or ask for <answer>…</answer> in system_prompt"
@@ -220,8 +220,8 @@ def _find_unpaid_problem(recipe: Recipe, finding: ProbeResult) -> Problem | None
     if finding.unpaid is None or finding.faults:
         return None
     function = function_source(finding.reward)
-    columns = [recipe["dataset_solution_column"], recipe["eval_dataset_solution_column"]]
-    names = {"answer", *solution_names(columns, recipe["dataset_mixture"])}
+    columns = [recipe.data.solution_column, recipe.evaluation.dataset_solution_column]
+    names = {"answer", *solution_names(columns, recipe.data.mixture)}
     if function is None or not names & names_read_by(function):
         return None
     fix = "correct it: it uses the reference solution, so it must read one of these formats: "

@@ -43,8 +43,8 @@ def connect(recipe: Recipe, model: str, environment: Mapping[str, str]) -> Compl
 
     client = CompletionClient(
         recipe[KEY],
-        backend=recipe["server_backend"],
-        model=recipe["model_name_or_path"],
+        backend=recipe.server.backend,
+        model=recipe.model.name,
         aliases=(model,),
         token=environment.get("OPENAI_API_KEY"),
     )
@@ -71,7 +71,11 @@ def _check_vllm_options(recipe: Recipe, client: CompletionClient) -> None:
         raise config_error(recipe.location(KEY), problem, fix)
     with translate_errors((LookupError, TypeError, ValueError), unknown_version):
         mode = answer.json()["vllm_config"]["model_config"]["logprobs_mode"]
-    if recipe["vllm_importance_sampling_correction"] and recipe["temperature"] != 1 and mode != "processed_logprobs":
+    if (
+        recipe.sampling.importance_sampling_correction
+        and recipe.sampling.temperature != 1
+        and mode != "processed_logprobs"
+    ):
         problem = f"the log-probs of the vLLM server at {client.root} are {mode}, without the temperature"
         fix = "start it with --logprobs-mode processed_logprobs, or write vllm_importance_sampling_correction: false"
         raise config_error(recipe.location(KEY), problem, fix)

@@ -43,7 +43,8 @@ _FINISH_REASONS = ("stop", "length", "tool_calls")  # with others ("abort", "err
 class SamplingParameters:
     """Sampling parameters. All of them are sent, since a server would read defaults from the model's files."""
 
-    max_tokens: int
+    max_tokens: int | None
+    """None leaves the limit to the server."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0

@@ -60,7 +60,7 @@ def check_deeply(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
 
     lines = collect_problems(_describe_assets, recipe, sources) or []
     configs = collect_problems(_build_configs, recipe, sources)
-    callbacks = collect_problems(load_callbacks, recipe["callbacks"])
+    callbacks = collect_problems(load_callbacks, recipe.run.callbacks)
     source = extension_of(recipe.__getitem__)
     data_lines: list[str] = []
     has_data = all(asset.kind == MODEL for asset in sources.missing)
@@ -75,8 +75,8 @@ def check_deeply(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
     assert configs is not None  # otherwise there is a problem
     lines.append("configs    TRL accepts every value")
     if callbacks:
-        lines.append(f"callbacks  {', '.join(recipe['callbacks'])}")
-    if recipe["use_peft"]:
+        lines.append(f"callbacks  {', '.join(recipe.run.callbacks)}")
+    if recipe.lora.use_peft:
         lines.append(f"adapter    on {_count_adapted_layers(recipe, *configs)} layers")
     if source is not None and (deep_check := source.load("deep_check")):
         return [*lines, *deep_check(DeepCheck(recipe, *configs, sources))]
@@ -97,7 +97,7 @@ class DeepCheck:
         where, fix = self.recipe.location("model_name_or_path"), "set a model with tokenizer files"
         with as_config_error((OSError, ValueError), where, "the tokenizer can't be loaded", fix):
             if _is_smoke(self.recipe):
-                return smoke.build_tokenizer(mafia=self.recipe["model_name_or_path"] == "smoke:mafia")
+                return smoke.build_tokenizer(mafia=self.recipe.model.name == "smoke:mafia")
             return load_tokenizer(self.model_args, self.args)
 
     def stops(self) -> list[int]:
@@ -145,14 +145,14 @@ def _build_configs(recipe: Recipe, sources: Assets) -> tuple[GRPOConfig, ModelCo
 
 def _is_smoke(recipe: Recipe) -> bool:
     """Return whether the recipe trains the built-in smoke model. Building all of it takes a minute."""
-    return bool(recipe["model_name_or_path"].startswith(smoke.SMOKE_SCHEME))
+    return recipe.model.name.startswith(smoke.SMOKE_SCHEME)
 
 
 def _count_adapted_layers(recipe: Recipe, args: GRPOConfig, model_args: ModelConfig) -> int:
     """Return the number of layers that the LoRA keys select. Raise ConfigError for unknown or tied layers."""
     model: PreTrainedModel
     if _is_smoke(recipe):
-        model = smoke.build_model(smoke.build_tokenizer(), tied=recipe["model_name_or_path"].endswith("-tied"))
+        model = smoke.build_model(smoke.build_tokenizer(), tied=recipe.model.name.endswith("-tied"))
     else:
         model = build_without_weights(model_args, args.trust_remote_code)
 
@@ -181,14 +181,14 @@ def _check_prompts(rows: list[dict[str, Any]], check: DeepCheck) -> list[str]:
         problem = "the dataset has no rows with a prompt and a solution"
         raise config_error(recipe.path.name, problem, "check its columns")
     tokenizer = check.tokenizer()
-    renderer = make_renderer(recipe["chat_template"], tokenizer, recipe["chat_template_kwargs"])
+    renderer = make_renderer(recipe.model.chat_template, tokenizer, recipe.model.chat_template_kwargs)
     prompts = [row["prompt"] for row in rows]
     characters = sum(len(message["content"]) for prompt in prompts for message in prompt)
     if characters > _MANY_CHARACTERS:
         message = f"grpo: counting the tokens of {len(prompts)} prompts, {characters:,} characters in all"
         print(message, file=sys.stderr, flush=True)
     lengths = renderer.lengths(prompts)
-    limit = recipe["max_prompt_length"]
+    limit = recipe.data.max_prompt_length
     fitting = sum(length <= limit for length in lengths) if limit else len(lengths)
     if not fitting:
         problem = f"none of {len(lengths)} prompts fits, the shortest has {min(lengths)} tokens"
@@ -202,7 +202,7 @@ def _check_prompts(rows: list[dict[str, Any]], check: DeepCheck) -> list[str]:
     end = next((stop for stop in stops if stop in end_of_turn), "")
     note = f"note: the template ends an answer with {end_of_turn.strip()!r}, a completion ends at "
     note += " or ".join(dict.fromkeys(stops))
-    renderer.check(prompts, set(), recipe["system_prompt"])
+    renderer.check(prompts, set(), recipe.model.system_prompt)
     return [
         f"prompts    {fitting} of the first {len(lengths)} fit; {min(lengths)} to {max(lengths)} tokens",
         f"answers    end with {end}" if end else note,
@@ -249,16 +249,16 @@ def _get_result_file(recipe: Recipe, rows: list[dict[str, Any]], environment: Ma
 
     Return None for rewards that may call a server, and for the recipe of a run.
     """
-    if recipe["reward_environment"] or (recipe.path.parent / "run.json").exists():
+    if recipe.rewards.environment or (recipe.path.parent / "run.json").exists():
         return None
     digest = hashlib.sha256()
     keys = {key for key in recipe.values if key.startswith("reward_")}
-    keys |= {*reward_keys(recipe["reward_funcs"]), "system_prompt"}
+    keys |= {*reward_keys(recipe.rewards.funcs), "system_prompt"}
     digest.update(json.dumps([rows, {key: recipe[key] for key in sorted(keys)}], default=repr).encode())
-    folders = {path.parent for name in recipe["reward_funcs"] if ":" in name and (path := source_path(name))}
+    folders = {path.parent for name in recipe.rewards.funcs if ":" in name and (path := source_path(name))}
     folders.add(Path(__file__).parents[1] / "rewards")
     builtin = rewards()
-    modules = (builtin[name].function.partition(":")[0] for name in recipe["reward_funcs"] if name in builtin)
+    modules = (builtin[name].function.partition(":")[0] for name in recipe.rewards.funcs if name in builtin)
     folders |= {Path(spec.origin).parent for module in modules if (spec := find_spec(module)) and spec.origin}
     for folder in sorted(folders):
         for path in sorted(folder.glob("*.py"))[:_MOST_FILES]:

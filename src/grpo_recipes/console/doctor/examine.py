@@ -53,7 +53,7 @@ class Machine:
     @property
     def run_root(self) -> Path:
         """The folder of run directories of the recipe, or without a recipe, of the environment."""
-        folder = os.path.expanduser(self.recipe["run_root"]) if self.recipe else run_root(self.environment)
+        folder = os.path.expanduser(self.recipe.run.root) if self.recipe else run_root(self.environment)
         return Path(folder).absolute()
 
     @property

@@ -77,7 +77,7 @@ def assets(case: Case) -> Finding:
     A missing download is a warning. An incomplete model folder, and no token for a gated model, are problems.
     """
     findings = [ok(", ".join(dict.fromkeys(asset.id for asset in case.sources.present)))]
-    missing, name = case.sources.missing, case.recipe["model_name_or_path"]
+    missing, name = case.sources.missing, case.recipe.model.name
     if missing:
         fix = f"grpo fetch {shell_path(case.recipe.path)} (before a job without network)"
         findings.append(warning(f"not fetched: {', '.join(map(str, missing))}", fix))

@@ -52,7 +52,7 @@ def choose_repository_name(recipe: Recipe, run_name: str) -> str:
 
     Characters that the hub does not accept are replaced in the run's name.
     """
-    return str(recipe["hub_model_id"] or re.sub(r"[^\w.-]+|--+|\.\.+", "-", run_name).strip("-."))
+    return recipe.run.hub_model_id or re.sub(r"[^\w.-]+|--+|\.\.+", "-", run_name).strip("-.")
 
 
 def check_push_target(recipe: Recipe, environment: Mapping[str, str], run_name: str) -> Target | None:
@@ -61,7 +61,7 @@ def check_push_target(recipe: Recipe, environment: Mapping[str, str], run_name: 
     ``run_name`` is the default of ``hub_model_id``. The target has a note if its visibility or the permission is
     uncertain. Raise ConfigError if the hub does not answer, there is no login, or the account may not write there.
     """
-    if not recipe["push_to_hub"]:
+    if not recipe.run.push_to_hub:
         return None
     where, name = recipe.source("push_to_hub"), choose_repository_name(recipe, run_name)
     if not hub_answers(environment):
@@ -70,7 +70,7 @@ def check_push_target(recipe: Recipe, environment: Mapping[str, str], run_name: 
     from huggingface_hub import errors
 
     account, api = _get_account(where, "push_to_hub", environment)
-    hub_errors, private = _list_hub_errors(), recipe["hub_private_repo"] is not False
+    hub_errors, private = _list_hub_errors(), recipe.run.hub_private_repo is not False
     location = recipe.location("hub_model_id" if recipe.is_set("hub_model_id") else "push_to_hub")
     repo, note = _find_writable_repo(location, name, account, "set hub_model_id: {}")
     try:
@@ -80,7 +80,7 @@ def check_push_target(recipe: Recipe, environment: Mapping[str, str], run_name: 
         pass
     except hub_errors as error:  # some tokens may write but not read
         note = f"can't find out whether {repo} exists and is public ({format_error_line(error)})"
-    return Target(repo, private, recipe["hub_revision"] or "main", note)
+    return Target(repo, private, recipe.run.hub_revision or "main", note)
 
 
 def check_dataset_repository(name: str, where: str, environment: Mapping[str, str]) -> str:

@@ -135,7 +135,7 @@ def hash_sweep(spec: SweepSpec, trials: Sequence[Trial]) -> str:
 
 def get_sweep_root(recipe: Recipe) -> Path:
     """Return the folder of sweep directories: ``sweeps`` in the recipe's run_root."""
-    return Path(os.path.expanduser(recipe["run_root"])) / FOLDER
+    return Path(os.path.expanduser(recipe.run.root)) / FOLDER
 
 
 def create_sweep(
@@ -147,7 +147,7 @@ def create_sweep(
     sweep's directory is removed again. Raise ConfigError if it exists already.
     """
     recipe = trials[0].recipe
-    stamp, name = timestamp(), str(recipe["run_name"] or recipe.path.stem.removeprefix("config_"))
+    stamp, name = timestamp(), recipe.run.name or recipe.path.stem.removeprefix("config_")
     folder = (get_sweep_root(recipe) / f"{name}-{stamp}").absolute()
     start_record = create_recorded_folder(folder, f"can't create the sweep directory {display_path(folder)}")
     if start_record is None:
@@ -344,12 +344,12 @@ def read_metric_value(folder: Path, metric: str) -> float | None:
 def check_metric(recipe: Recipe, metric: str) -> None:
     """Raise ConfigError if the metric of a search is not the reward, an evaluation or a benchmark of the recipe."""
     benchmark, _, score = metric.partition("/")
-    if metric == REWARD or (metric.startswith("eval_") and recipe["eval_strategy"] != "no"):
+    if metric == REWARD or (metric.startswith("eval_") and recipe.evaluation.strategy != "no"):
         return
     if metric.startswith("eval_"):
         fix = "add e.g. --eval_strategy steps --eval_steps 10"
         raise config_error(f"--metric {metric}", "the runs do not evaluate", fix)
-    if not score or benchmark not in (recipe["benchmarks"] or ()):
+    if not score or benchmark not in recipe.evaluation.benchmarks:
         fix = f"use {REWARD}, an evaluation metric such as eval_reward, or a benchmark of the recipe: math_500/pass@1"
         raise config_error(f"--metric {metric}", "these runs have no such metric", fix)
 

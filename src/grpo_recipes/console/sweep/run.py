@@ -105,8 +105,8 @@ def _prepare_array(
         key, fix = "vllm_server_base_url", "remove it: each run starts its own server; or leave out --slurm"
         message = "the runs of an array would send different weights to one server"
         raise config_error(trial.recipe.location(key), message, fix)
-    if trial := next((trial for trial in trials if trial.recipe["atropos_api_url"] is not None), None):
-        key = "atropos_api_url"
+    key = "atropos_api_url"
+    if trial := next((trial for trial in trials if trial.recipe[key] is not None), None):
         fix = f"{removal(trial.recipe, key)}: each run starts its own run-api; or leave out --slurm"
         raise config_error(trial.recipe.location(key), "the runs of an array can't share a run-api", fix)
     submission.require_environment(profile)

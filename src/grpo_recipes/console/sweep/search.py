@@ -125,7 +125,7 @@ class Proposals:
         """
         from optuna.samplers import TPESampler
 
-        seed = int(self._resolve_recipe({key: texts[0] for key, texts in self.spec.axes.items()})["seed"])
+        seed = self._resolve_recipe({key: texts[0] for key, texts in self.spec.axes.items()}).batch.seed
         space = {key: _make_distribution(texts, self.search.spans.get(key)) for key, texts in self.spec.axes.items()}
         for _ in range(_MAX_REPEATS):
             self._study.sampler = TPESampler(seed=(seed + len(self._study.trials)) % 2**32)

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from grpo_recipes.extensions.atropos.arguments import AtroposKeys
 from grpo_recipes.extensions.atropos.recipe import ENVIRONMENT_TOKEN, admits_environments, find_trajectory_limit
 from grpo_recipes.paths import shell_path
 from grpo_recipes.plan.types import Names, Plan
@@ -67,9 +68,9 @@ def build_serve_settings(recipe: Recipe, plan: Plan, names: Names, token: str) -
     }
     environment = {
         "tokenizer_name": plan.model,
-        "group_size": recipe["num_generations"],
+        "group_size": recipe.batch.num_generations,
         "max_token_length": find_trajectory_limit(recipe.__getitem__),
-        "rollout_server_url": str(recipe["atropos_api_url"]).rstrip("/"),
+        "rollout_server_url": str(AtroposKeys(recipe).api_url).rstrip("/"),
         "total_steps": ENDLESS,
     }
     return {"env": {name: value for name, value in environment.items() if value is not None}, "openai": [server] * 2}

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_recipes.recipe.fields import key
+from grpo_recipes.recipe.sections import Key, Section
 
 
 # fmt: off
@@ -49,3 +50,14 @@ class AtroposMixtureConfig:
 
     environments: list[AtroposEnvironmentConfig] = key([], "Entries with the keys of AtroposEnvironmentConfig.")
 # fmt: on
+
+
+class AtroposKeys(Section):
+    """The keys of Atropos that code reads, with their types."""
+
+    environment = Key[str | None]("atropos_environment")
+    environment_args = Key[dict[str, Any] | None]("atropos_environment_args")
+    mixture = Key[dict[str, Any] | None]("atropos_mixture")
+    api_url = Key[str | None]("atropos_api_url")
+    batch_max_wait_time = Key[float]("atropos_batch_max_wait_time")
+    max_staleness = Key[int | None]("atropos_max_staleness")

@@ -23,6 +23,7 @@ from grpo_recipes.cli.entry_points import (
 from grpo_recipes.cli.nodes import reject_other_launchers
 from grpo_recipes.cli.runs import launch_options
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate_errors
+from grpo_recipes.extensions.atropos.arguments import AtroposKeys
 from grpo_recipes.extensions.atropos.flag_keys import PORT, Translation, translate_counts
 from grpo_recipes.extensions.atropos.flag_keys import translate as translate_flags
 from grpo_recipes.extensions.atropos.flags import COMMAND, FLAGS, MODE, SCRIPT, SHARED, VARIABLES, format_flag_help
@@ -248,7 +249,7 @@ def _check_launch(request: AtroposLaunch) -> AtroposLaunch:
     """
     options, device = request.options, request.resources.device
     recipe = resolve_recipe(options.recipe, options.task, options.flags, os.environ, device, options.keys)
-    if device == "cuda" and len(request.resources.gpus) == 1 and recipe["weight_sync"] != "shared":
+    if device == "cuda" and len(request.resources.gpus) == 1 and recipe.server.weight_sync != "shared":
         fix = f"set {MODE} {SHARED} to share the GPU, or request more GPUs"
         raise config_error(MODE, "separate server and trainer need two GPUs, only one is visible", fix)
     batch = make_plan(recipe, request.resources, os.environ).batch
@@ -258,9 +259,9 @@ def _check_launch(request: AtroposLaunch) -> AtroposLaunch:
         f"{batch.per_device} a forward pass x {batch.accumulation} accumulated x {format_trainers(batch.world_size)}"
     )
     notes = [f"registers {rows} sequences at run-api, {rows // size} groups of {size}: {factors}{steps}"]
-    if recipe["atropos_api_url"] is None:
+    if AtroposKeys(recipe).api_url is None:
         notes.append("no --atropos-url: the launch starts its own run-api")
-    return replace(request, notes=[*request.notes, *notes], api_url=recipe["atropos_api_url"])
+    return replace(request, notes=[*request.notes, *notes], api_url=AtroposKeys(recipe).api_url)
 
 
 if __name__ == "__main__":

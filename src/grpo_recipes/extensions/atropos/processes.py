@@ -12,6 +12,7 @@ from pathlib import Path
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.extensions.atropos.access import grant_access, revoke_access
+from grpo_recipes.extensions.atropos.arguments import AtroposKeys
 from grpo_recipes.extensions.atropos.recipe import (
     ENVIRONMENT_TOKEN,
     admits_environments,
@@ -45,7 +46,7 @@ def find_api_url(recipe: Recipe, ports: Ports) -> str | None:
     return (
         f"http://{LOOPBACK}:{ports.extensions[PORT]}"
         if PORT in ports.extensions
-        else str(recipe["atropos_api_url"]).rstrip("/")
+        else str(AtroposKeys(recipe).api_url).rstrip("/")
     )
 
 
@@ -116,7 +117,7 @@ class AtroposRoles(Roles):
             names.append(f"{label} ({details})" if details else label)
         rows, group_size = count_generation_completions(recipe, plan.batch), plan.batch.num_generations
         batch = f"{rows} sequences ({rows // group_size} groups of {group_size}) a batch"
-        staleness = recipe["atropos_max_staleness"]
+        staleness = AtroposKeys(recipe).max_staleness
         age = "of any age" if staleness is None else f"at most {staleness} step{'' if staleness == 1 else 's'} old"
         starts_api = PORT in plan.ports.extensions
         api = f"run-api at {url}" if starts_api else f"your run-api at {url} (restart it for each attempt)"
@@ -143,7 +144,7 @@ class AtroposRoles(Roles):
         """Yield a note about the cost of weight_sync: restart, if the plan uses it with Atropos."""
         if plan.bridge != "restart" or not uses_atropos(recipe.__getitem__):
             return
-        staleness = recipe["atropos_max_staleness"]
+        staleness = AtroposKeys(recipe).max_staleness
         age = "of any age" if staleness is None else f"up to {staleness} steps old"
         yield (
             "weight_sync: restart starts a new server after each generation. That takes about a minute, and the "

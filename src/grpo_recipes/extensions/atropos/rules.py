@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from grpo_recipes.errors import Problem
+from grpo_recipes.extensions.atropos.arguments import AtroposKeys
 from grpo_recipes.extensions.atropos.fields import find_argument_problems, read_configuration
 from grpo_recipes.extensions.atropos.packing import predict_deadlock
 from grpo_recipes.extensions.atropos.recipe import (
@@ -37,8 +38,8 @@ def selects_atropos(recipe: Recipe) -> bool:
     """
     url = recipe.values["atropos_api_url"]
     is_variable = url.from_text and url.source in environment_keys() and not url.shadowed
-    has_environment = recipe["atropos_environment"] is not None or recipe["atropos_mixture"] is not None
-    return has_environment or (recipe["atropos_api_url"] is not None and not is_variable)
+    has_environment = AtroposKeys(recipe).environment is not None or AtroposKeys(recipe).mixture is not None
+    return has_environment or (AtroposKeys(recipe).api_url is not None and not is_variable)
 
 
 class Atropos(PromptSource):
@@ -80,7 +81,7 @@ def _find_missing_limit(recipe: Recipe) -> list[str]:
     """
     if not list_environments(recipe.__getitem__) or find_trajectory_limit(recipe.__getitem__) is not None:
         return []
-    return ["vllm_max_model_length" if recipe["max_completion_length"] is None else "max_prompt_length"]
+    return ["vllm_max_model_length" if recipe.sampling.max_completion_length is None else "max_prompt_length"]
 
 
 # fmt: off
@@ -88,10 +89,10 @@ RULES = (
     Rule("{item}", lambda r: not selects_atropos(r)
         and [key for key in set_by_user(r, "atropos_*") if key not in ("atropos_environment_args", *_SOURCE_KEYS)],
         "'{item}' does nothing without atropos_environment", "{removal}, or add atropos_environment"),
-    Rule("atropos_mixture", lambda r: r["atropos_environment"] is not None and r["atropos_mixture"] is not None,
+    Rule("atropos_mixture", lambda r: AtroposKeys(r).environment is not None and AtroposKeys(r).mixture is not None,
         "atropos_environment and atropos_mixture can't be combined", "remove one of them"),
     Rule("atropos_environment_args",
-        lambda r: r["atropos_environment_args"] is not None and r["atropos_environment"] is None,
+        lambda r: AtroposKeys(r).environment_args is not None and AtroposKeys(r).environment is None,
         "'atropos_environment_args' does nothing without atropos_environment",
         "add atropos_environment, or set args in the mixture"),
     Rule(_API_URL, lambda r: r[_API_URL] is not None and not selects_atropos(r),
@@ -108,19 +109,19 @@ RULES = (
     Rule("{item}", lambda r: selects_atropos(r) and [key for key in set_by_user(r, OF_DATASETS)
         if r[key] != catalogue()[key]["default"] and key != "system_prompt"],  # environments read system_prompt
         "'{item}' does nothing with Atropos: groups replace the dataset", "{removal}"),
-    Rule("reward_funcs", lambda r: selects_atropos(r) and SOURCE_REWARD in r["reward_funcs"]
-        and [name for name in r["reward_funcs"] if name != SOURCE_REWARD],
+    Rule("reward_funcs", lambda r: selects_atropos(r) and SOURCE_REWARD in r.rewards.funcs
+        and [name for name in r.rewards.funcs if name != SOURCE_REWARD],
         "reward '{item}' can't be combined with Atropos: its environments score their completions", "remove {item}"),
-    Rule("max_steps", lambda r: selects_atropos(r) and r["max_steps"] == -1,
+    Rule("max_steps", lambda r: selects_atropos(r) and r.batch.max_steps == -1,
         "max_steps is missing: groups from Atropos have no epochs", "add max_steps, e.g. max_steps: 200"),
     Rule("{item}", lambda r: selects_atropos(r) and _find_missing_limit(r),
         "nothing limits the length of a prompt with its completion; run-api and the environments need a limit",
         lambda _, key: f"add {key}, e.g. {key}: {512 if key == 'max_prompt_length' else 2048}"),
-    Rule("use_vllm", lambda r: selects_atropos(r) and not r["use_vllm"],
+    Rule("use_vllm", lambda r: selects_atropos(r) and not r.server.use_vllm,
         "Atropos' environments need a vLLM server", "set use_vllm: true"),
-    Rule("vllm_mode", lambda r: selects_atropos(r) and r["use_vllm"] and r["vllm_mode"] == "colocate",
+    Rule("vllm_mode", lambda r: selects_atropos(r) and r.server.use_vllm and r.server.mode == "colocate",
         "vllm_mode: colocate has no server, but Atropos' environments need one", "set vllm_mode: server"),
-    Rule("vllm_node", lambda r: selects_atropos(r) and starts_run_api(r.__getitem__) and r["vllm_node"] == "own",
+    Rule("vllm_node", lambda r: selects_atropos(r) and starts_run_api(r.__getitem__) and r.server.node == "own",
         "vllm_node: own puts rank 0 on another node than run-api, which listens only on the first node's loopback",
         "set vllm_node: shared, or start a run-api yourself and set atropos_api_url"),
     Rule("eval_strategy", lambda r: selects_atropos(r) and evaluates(r),
@@ -128,11 +129,11 @@ RULES = (
         lambda r, _: "set eval_strategy: 'no'" + " and remove eval_steps" * r.is_set("eval_steps")
         + "; benchmarks test the final model"),
     Rule("atropos_batch_max_wait_time",
-        lambda r: selects_atropos(r) and r["atropos_batch_max_wait_time"] >= r["stall_timeout"],
+        lambda r: selects_atropos(r) and AtroposKeys(r).batch_max_wait_time >= r.processes.stall_timeout,
         "atropos_batch_max_wait_time {atropos_batch_max_wait_time:g} must be below stall_timeout {stall_timeout:g}: "
         "a trainer that waits longer counts as hung", "raise stall_timeout, or lower atropos_batch_max_wait_time"),
     Rule("atropos_batch_max_wait_time",
-        lambda r: selects_atropos(r) and r["atropos_batch_max_wait_time"] >= r["ddp_timeout"],
+        lambda r: selects_atropos(r) and AtroposKeys(r).batch_max_wait_time >= r.processes.ddp_timeout,
         "atropos_batch_max_wait_time {atropos_batch_max_wait_time:g} must be below ddp_timeout {ddp_timeout}: "
         "the other ranks wait no longer for rank 0", "raise ddp_timeout, or lower atropos_batch_max_wait_time"),
     Rule("{item}", lambda r: selects_atropos(r) and set_by_user(r, "vllm_importance_sampling_*"),
@@ -143,10 +144,11 @@ RULES = (
 
 def locate_environment(recipe: Recipe, index: int, part: str = "id") -> str:
     """Return "file:line" of the INDEX-th Atropos environment of a recipe, or of its key ``part``, e.g. ``args``."""
-    if recipe["atropos_environment"] is not None:
-        has_args = part == "args" and recipe["atropos_environment_args"]
+    keys = AtroposKeys(recipe)
+    if keys.environment is not None or keys.mixture is None:
+        has_args = part == "args" and keys.environment_args
         return recipe.location("atropos_environment_args" if has_args else "atropos_environment")
-    entry = recipe["atropos_mixture"]["environments"][index]
+    entry = keys.mixture["environments"][index]
     key = next((name for name in (part, "id", *entry) if name in entry), part)
     return recipe.location("atropos_mixture", "environments", index, key)
 
@@ -159,8 +161,8 @@ def find_atropos_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Prob
     if importlib.util.find_spec("atroposlib") is None:
         message = f"{source_key} needs the package atroposlib, which is not installed"
         yield recipe.problem(source_key, message, f"install it with: {INSTALL}")
-    environments, size = list_environments(recipe.__getitem__), recipe["num_generations"]
-    if recipe["atropos_mixture"] is not None and not environments:
+    environments, size = list_environments(recipe.__getitem__), recipe.batch.num_generations
+    if AtroposKeys(recipe).mixture is not None and not environments:
         fix = "add environments: a list of {id, args, weight, min_allocation}"
         yield recipe.problem("atropos_mixture", "atropos_mixture lists no environments", fix)
     for index, environment in enumerate(environments):
@@ -170,15 +172,15 @@ def find_atropos_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Prob
     if total > 1 + 1e-9:
         message = f"the min_allocation of all environments adds up to {total:g}, more than a batch"
         yield Problem(recipe.location("atropos_mixture"), message, "lower them to at most 1 in total")
-    elif recipe["prompts_per_step"] is not None:
-        yield from find_packing_problems(recipe, recipe["prompts_per_step"] * size)
+    elif recipe.batch.prompts_per_step is not None:
+        yield from find_packing_problems(recipe, recipe.batch.prompts_per_step * size)
 
 
 def _find_id_problems(recipe: Recipe, index: int, spec: str) -> Iterator[Problem]:
     """Yield a problem if the id of an environment is missing or unknown, or the file with the user's class is wrong."""
     where, choices = locate_environment(recipe, index), f"{', '.join(ATROPOS_ENVIRONMENTS)}, or file.py:Class"
     if not spec:
-        is_entry = recipe["atropos_environment"] is None
+        is_entry = AtroposKeys(recipe).environment is None
         message = "an Atropos environment has no id" if is_entry else "atropos_environment is empty"
         yield Problem(where, message, f"set one of {choices}")
     elif ":" in spec:
@@ -192,7 +194,7 @@ def _find_id_problems(recipe: Recipe, index: int, spec: str) -> Iterator[Problem
 
 def _find_args_problems(recipe: Recipe, index: int, environment: AtroposEnvironment) -> Iterator[Problem]:
     """Yield problems of an environment's arguments: unknown fields, a reward that can't be loaded, wrong numbers."""
-    args, size = environment.args, recipe["num_generations"]
+    args, size = environment.args, recipe.batch.num_generations
     where = locate_environment(recipe, index, "args")
     if isinstance(reward := args.get("reward"), str) and ":" in reward:
         yield from _find_code_problems(recipe, reward, where)
@@ -228,12 +230,12 @@ def find_packing_problems(recipe: Recipe, batch_size: int) -> Iterator[Problem]:
 
     Yield nothing if a group_size differs from num_generations, because another check reports it.
     """
-    environments, size = list_environments(recipe.__getitem__), recipe["num_generations"]
+    environments, size = list_environments(recipe.__getitem__), recipe.batch.num_generations
     if not environments or any(environment.args.get("group_size", size) != size for environment in environments):
         return  # a wrong group_size is reported separately
     allocations = [environment.min_allocation for environment in environments]
     if reason := predict_deadlock(batch_size, [size] * len(environments), allocations):
-        is_mixture = recipe["atropos_mixture"] is not None
+        is_mixture = AtroposKeys(recipe).mixture is not None
         where = recipe.location("atropos_mixture" if is_mixture else "num_generations")
         fix = "raise prompts_per_step, or lower min_allocation" if is_mixture else "set prompts_per_step"
         yield Problem(where, reason, fix)

@@ -9,6 +9,7 @@ BaseEnv of atroposlib. It samples from the run's server, and the recipe sets the
 import os
 import signal
 
+from grpo_recipes.extensions.atropos.arguments import AtroposKeys
 from grpo_recipes.process.tree import die_with_parent
 
 if __name__ == "__main__":  # before the imports, which take seconds
@@ -113,13 +114,13 @@ def create_environment(run: Path, index: int, api_url: str, server_url: str) -> 
         base_url=f"{server_url.rstrip('/')}/v1",
         model_name=ADAPTER if plan["bridge"] == "lora" else os.environ["GRPO_RUN"],
         tokenizer_name=str(plan["model"]),
-        timeout=int(recipe["server_request_timeout"]),
+        timeout=int(recipe.server.request_timeout),
         longest=config.max_token_length,
-        longest_completion=recipe["max_completion_length"],
+        longest_completion=recipe.sampling.max_completion_length,
         sampling={key: recipe[key] for key in NEUTRAL if recipe[key] is not None},
-        patience=plan["server_timeout"] + recipe["server_stall_timeout"] + _MARGIN_SECONDS,
+        patience=plan["server_timeout"] + recipe.server.stall_timeout + _MARGIN_SECONDS,
     )
-    attributes: dict[str, Any] = {"api_url": api_url, "run_template": recipe["chat_template"]}
+    attributes: dict[str, Any] = {"api_url": api_url, "run_template": recipe.model.chat_template}
     if issubclass(kind, DatasetEnv):
         attributes |= {"copies": copies, "fetched": staticmethod(find_fetched_datasets(run))}
     return adapt_class(kind, run, index, label, **attributes)(config, [server], slurm=False, testing=False)
@@ -197,15 +198,15 @@ def build_config(
     key_of_field = {"seed": "seed", "max_tokens": "max_completion_length", "system_prompt": "system_prompt"}
     from_recipe = {name: recipe[key] for name, key in key_of_field.items() if recipe[key] is not None}
     set_by_run = {
-        "group_size": recipe["num_generations"],
+        "group_size": recipe.batch.num_generations,
         "inference_weight": entry.weight,
         "max_token_length": longest,
         "min_batch_allocation": entry.min_allocation,
         "rollout_server_url": api_url,
-        "temperature": recipe["temperature"],
+        "temperature": recipe.sampling.temperature,
         "tokenizer_name": model,
-        "chat_template": recipe["chat_template"],
-        "chat_template_kwargs": recipe["chat_template_kwargs"],
+        "chat_template": recipe.model.chat_template,
+        "chat_template_kwargs": recipe.model.chat_template_kwargs,
     }
     values = {**_list_required_values(base), "wandb_name": label, **from_recipe, **entry.args, **set_by_run}
     return _replace_values(
@@ -216,8 +217,8 @@ def build_config(
 def preview_changes(recipe: Recipe, index: int) -> list[str]:
     """Return a line for each value that a run of this recipe would change in its INDEX-th environment."""
     entry, label = list_environments(recipe.__getitem__)[index], make_environment_labels(recipe.__getitem__)[index]
-    kind, model = load_environment(entry.id), recipe["model_name_or_path"]
-    config = build_config(kind, entry, recipe, model, recipe["atropos_api_url"] or "of the launch", label)
+    kind, model = load_environment(entry.id), recipe.model.name
+    config = build_config(kind, entry, recipe, model, AtroposKeys(recipe).api_url or "of the launch", label)
     return describe_changes(kind.config_init()[0], config, entry.args)
 
 

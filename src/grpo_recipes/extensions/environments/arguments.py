@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_recipes.recipe.fields import MOST_ROWS, MOST_TOKENS, key
+from grpo_recipes.recipe.sections import Key, Section
 
 
 # fmt: off
@@ -55,3 +56,16 @@ class EnvironmentMixtureConfig:
 
     environments: list[EnvironmentConfig] = key([], "Entries with the keys of EnvironmentConfig.")
 # fmt: on
+
+
+class EnvironmentKeys(Section):
+    """The keys of environments that code reads, with their types."""
+
+    environment = Key[str | None]("environment")
+    args = Key[dict[str, Any] | None]("environment_args")
+    mixture = Key[dict[str, Any] | None]("environment_mixture")
+    max_turns = Key[int]("environment_max_turns")
+    turn_length = Key[int | None]("environment_turn_length")
+    credit = Key[str]("environment_credit")
+    timeout = Key[float]("environment_timeout")
+    network = Key[bool]("environment_network")

@@ -10,6 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 from grpo_recipes.data.prompts import make_renderer, shorten
+from grpo_recipes.extensions.environments.arguments import EnvironmentKeys
 from grpo_recipes.extensions.environments.episode import play_turns
 from grpo_recipes.extensions.environments.games import Game
 from grpo_recipes.extensions.environments.recipe import list_episode_environments
@@ -28,9 +29,9 @@ def play_episodes(check: DeepCheck) -> list[str]:
     Raise ConfigError if an episode fails, or the chat template can't render its messages.
     """
     recipe, tokenizer = check.recipe, check.tokenizer()
-    make_renderer(recipe["chat_template"], tokenizer, recipe["chat_template_kwargs"])
-    renderer = Renderer(tokenizer, recipe["chat_template_kwargs"], check.stops())
-    multi_turn = recipe["environment_max_turns"] > 1
+    make_renderer(recipe.model.chat_template, tokenizer, recipe.model.chat_template_kwargs)
+    renderer = Renderer(tokenizer, recipe.model.chat_template_kwargs, check.stops())
+    multi_turn = EnvironmentKeys(recipe).max_turns > 1
     end = [renderer.end()] if multi_turn else []
     lines: list[str] = []
     for index, (spec, _, _) in enumerate(list_episode_environments(recipe.__getitem__)):

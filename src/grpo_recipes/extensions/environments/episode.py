@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.extensions.environments.arguments import EnvironmentKeys
 from grpo_recipes.extensions.environments.recipe import list_episode_environments
 from grpo_recipes.extensions.environments.rules import locate_environment
 from grpo_recipes.extensions.environments.stage import PLAY, hash_turn, parse_turn
@@ -180,7 +181,7 @@ def play_turns(recipe: Recipe, index: int, seed: int, act: Callable[[Turn], str]
         "environment": [spec], "arguments": [episode.arguments], "seed": [seed], "episode": ["played/0"],
     }  # fmt: skip
     with make_environment_pool(recipe.__getitem__, None, workers=1) as pool:
-        while not episode.done and len(episode.policy_actions) < recipe["environment_max_turns"]:
+        while not episode.done and len(episode.policy_actions) < EnvironmentKeys(recipe).max_turns:
             episode.actions += [act(episode.policy_turns[-1])] if episode.turns else []
             while True:
                 turn_columns = {**columns, "last_digest": [episode.last_digest]}
@@ -197,7 +198,7 @@ def play_turns(recipe: Recipe, index: int, seed: int, act: Callable[[Turn], str]
 def _make_failure_error(recipe: Recipe, index: int, episode: Episode) -> ConfigError:
     """Return a ConfigError for a failed episode: the turn that failed, the reason, and the recipe key that may help."""
     reason = str(episode.failed)
-    limit = f" of {recipe['environment_timeout']:g} s" if reason == TIME_LIMIT else ""
+    limit = f" of {EnvironmentKeys(recipe).timeout:g} s" if reason == TIME_LIMIT else ""
     call = f"turn {len(episode.policy_turns)}" if episode.turns else "reset"
     fix = f"correct it, or {_LIMITS.get(reason, 'its environment_args')}"
     return config_error(locate_environment(recipe, index), f"'{episode.spec}' failed in {call}: {reason}{limit}", fix)

@@ -8,6 +8,7 @@ import sys
 
 from grpo_recipes.cli import chosen_recipe, command, option
 from grpo_recipes.errors import config_error
+from grpo_recipes.extensions.environments.arguments import EnvironmentKeys
 from grpo_recipes.extensions.environments.episode import play_turns
 from grpo_recipes.extensions.environments.recipe import list_episode_environments, list_model_opponents
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
@@ -50,7 +51,7 @@ def play(options: argparse.Namespace) -> int:
         raise config_error("--seed", f"expected 0 or more, got {options.seed}", "use 0 or more")
     spec = entries[options.entry - 1]
     seed = random.randrange(10_000) if options.seed is None else options.seed
-    max_turns = recipe["environment_max_turns"]
+    max_turns = EnvironmentKeys(recipe).max_turns
     os.environ.update(hub_environment(os.environ))
     opponents = "; opponents play random moves" if spec in dict(list_model_opponents(recipe.__getitem__)) else ""
     _print(f"grpo: {spec}, seed {seed}{opponents}; one line per turn, at most {max_turns} turns; Ctrl-D quits")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from grpo_recipes.extensions.environments.arguments import EnvironmentKeys
 from grpo_recipes.extensions.environments.recipe import (
     compute_turn_tokens,
     list_episode_environments,
@@ -18,12 +19,12 @@ class EnvironmentRoles(Roles):
 
     def data(self, recipe: Recipe, plan: Plan) -> Data | None:
         """Return the plan's line about environments, turns and tokens of an episode; None if the recipe has none."""
-        environments, turns = list_episode_environments(recipe.__getitem__), recipe["environment_max_turns"]
-        if not environments:
+        environments, keys = list_episode_environments(recipe.__getitem__), EnvironmentKeys(recipe)
+        turns, completion = keys.max_turns, recipe.sampling.max_completion_length
+        if not environments or completion is None:  # a rule requires max_completion_length
             return None
         names = ", ".join(spec if fraction == 1 else f"{spec} ({fraction:.0%})" for spec, _, fraction in environments)
-        completion = recipe["max_completion_length"]
-        length = compute_turn_tokens(recipe["environment_turn_length"], completion, turns)
+        length = compute_turn_tokens(keys.turn_length, completion, turns)
         if turns == 1:
             return Data("episodes", f"{names}; an episode has one turn of at most {length} tokens")
         between = f"{completion - turns * length} of max_completion_length {completion} for messages between turns"
@@ -31,8 +32,9 @@ class EnvironmentRoles(Roles):
 
     def notes(self, recipe: Recipe, plan: Plan) -> Iterator[str]:
         """Yield a note if the turns leave no token for the environment's messages between them."""
-        turns, length = recipe["environment_max_turns"], recipe["environment_turn_length"]
-        if turns > 1 and length and turns * length == recipe["max_completion_length"]:
+        keys = EnvironmentKeys(recipe)
+        turns, length = keys.max_turns, keys.turn_length
+        if turns > 1 and length and turns * length == recipe.sampling.max_completion_length:
             yield (
                 "episodes of full turns end unfinished: max_completion_length leaves no token for messages between "
                 "turns"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import Problem
+from grpo_recipes.extensions.environments.arguments import EnvironmentKeys
 from grpo_recipes.extensions.environments.libraries import LIBRARIES, find_library_problems
 from grpo_recipes.extensions.environments.recipe import (
     compute_turn_tokens,
@@ -35,12 +36,14 @@ _TOOL_CLASSES = ("ToolEnv", "MCPEnv", "SandboxEnv", "PythonEnv")  # endings of v
 
 def uses_environments(recipe: Recipe) -> bool:
     """Return whether a recipe trains on episodes of environments instead of a dataset."""
-    return recipe["environment"] is not None or recipe["environment_mixture"] is not None
+    keys = EnvironmentKeys(recipe)
+    return keys.environment is not None or keys.mixture is not None
 
 
 def plays_benchmarks(recipe: Recipe) -> bool:
     """Return whether an environment of a recipe is one of its benchmarks."""
-    return not {spec for spec, _, _ in list_episode_environments(recipe.__getitem__)}.isdisjoint(recipe["benchmarks"])
+    specs = {spec for spec, _, _ in list_episode_environments(recipe.__getitem__)}
+    return not specs.isdisjoint(recipe.evaluation.benchmarks)
 
 
 class Environments(PromptSource):
@@ -79,9 +82,9 @@ SOURCE = Environments()
 
 # fmt: off
 RULES = (
-    Rule("environment_mixture", lambda r: bool(r["environment"] and r["environment_mixture"]),
+    Rule("environment_mixture", lambda r: bool(EnvironmentKeys(r).environment and EnvironmentKeys(r).mixture),
         "environment and environment_mixture can't be combined", "keep one of them"),
-    Rule("environment_args", lambda r: r["environment_args"] is not None and not r["environment"],
+    Rule("environment_args", lambda r: EnvironmentKeys(r).args is not None and not EnvironmentKeys(r).environment,
         "'environment_args' does nothing without environment", "add environment, or set args in the mixture"),
     Rule("{item}", lambda r: not uses_environments(r)
         and [key for key in set_by_user(r, "environment_*") if key not in ("environment_args", "environment_mixture")],
@@ -90,33 +93,35 @@ RULES = (
         if r[key] != catalogue()[key]["default"]],
         "'{item}' does nothing with environment, which provides the prompts", "{removal}"),
     Rule("reward_funcs", lambda r: uses_environments(r) and r.is_set("reward_funcs")
-        and [name for name in r["reward_funcs"] if name in rewards() and rewards()[name].reads_answer],
+        and [name for name in r.rewards.funcs if name in rewards() and rewards()[name].reads_answer],
         "reward '{item}' compares with an answer, but episodes have no answer", "remove {item}"),
-    Rule("environment_turn_length", lambda r: r["max_completion_length"] is not None
-        and r["environment_max_turns"] * (r["environment_turn_length"] or 0) > r["max_completion_length"],
+    Rule("max_completion_length", lambda r: uses_environments(r) and r.sampling.max_completion_length is None,
+        "episodes need a limit", "set max_completion_length, e.g. 256"),
+    Rule("environment_turn_length", lambda r: r.sampling.max_completion_length is not None
+        and EnvironmentKeys(r).max_turns * (EnvironmentKeys(r).turn_length or 0) > r.sampling.max_completion_length,
         "environment_max_turns {environment_max_turns} times environment_turn_length {environment_turn_length} exceeds "
         "max_completion_length {max_completion_length}, the limit of all turns and the messages between them",
         lambda r, _: "raise max_completion_length, or set environment_turn_length: "
-        f"{compute_turn_tokens(None, r['max_completion_length'], r['environment_max_turns'])}"),
-    Rule("environment_max_turns", lambda r: uses_environments(r) and r["max_completion_length"] is not None
-        and r["environment_max_turns"] > r["max_completion_length"],
+        f"{compute_turn_tokens(None, r.sampling.max_completion_length or 0, EnvironmentKeys(r).max_turns)}"),
+    Rule("environment_max_turns", lambda r: uses_environments(r) and r.sampling.max_completion_length is not None
+        and EnvironmentKeys(r).max_turns > r.sampling.max_completion_length,
         "environment_max_turns {environment_max_turns} leaves no token for a turn of max_completion_length "
         "{max_completion_length}", "raise max_completion_length"),
-    Rule("environment_credit", lambda r: r["environment_credit"] == "per_turn" and task_of(r) == MAXENT,
+    Rule("environment_credit", lambda r: EnvironmentKeys(r).credit == "per_turn" and task_of(r) == MAXENT,
         "environment_credit: per_turn and MaxEnt-GRPO, which weighs whole completions, can't be combined",
         "set environment_credit: all_turns or last_turn"),
-    Rule("environment_credit", lambda r: r["environment_credit"] == "per_turn" and len(r["reward_funcs"]) > 1,
+    Rule("environment_credit", lambda r: EnvironmentKeys(r).credit == "per_turn" and len(r.rewards.funcs) > 1,
         "environment_credit: per_turn uses only the environment's rewards",
         f"set reward_funcs: [{SOURCE_REWARD}], or environment_credit: all_turns"),
-    Rule("environment_credit", lambda r: r["environment_credit"] == "per_turn"
-        and r["multi_objective_aggregation"] != "sum_then_normalize",
+    Rule("environment_credit", lambda r: EnvironmentKeys(r).credit == "per_turn"
+        and r.rewards.multi_objective_aggregation != "sum_then_normalize",
         "environment_credit: per_turn and multi_objective_aggregation {multi_objective_aggregation}, which weighs "
         "whole completions, can't be combined",
         "set multi_objective_aggregation: sum_then_normalize, or environment_credit: all_turns"),
-    Rule("mask_truncated_completions", lambda r: uses_environments(r) and r["mask_truncated_completions"],
+    Rule("mask_truncated_completions", lambda r: uses_environments(r) and r.sampling.mask_truncated_completions,
         "mask_truncated_completions leaves out episodes with a truncated last turn, but not unfinished episodes",
         "{removal}, and set environment_unfinished: unscored to leave out unfinished episodes"),
-    Rule("eval_max_completion_length", lambda r: uses_environments(r) and r["eval_max_completion_length"],
+    Rule("eval_max_completion_length", lambda r: uses_environments(r) and r.evaluation.max_completion_length,
         "eval_max_completion_length does nothing with environment: evaluations use max_completion_length", "{removal}"),
 )
 # Keys that do nothing without another key.
@@ -130,9 +135,10 @@ IDLE = (
 
 def locate_environment(recipe: Recipe, index: int, part: str = "id") -> str:
     """Return "file:line" of the recipe's environment with this index, or of its ``args`` if ``part`` is "args"."""
-    if recipe["environment"] is not None:
-        return recipe.location("environment_args" if part == "args" and recipe["environment_args"] else "environment")
-    parts = recipe["environment_mixture"]["environments"][index]
+    keys = EnvironmentKeys(recipe)
+    if keys.environment is not None or keys.mixture is None:
+        return recipe.location("environment_args" if part == "args" and keys.args else "environment")
+    parts = keys.mixture["environments"][index]
     inside = next((name for name in (part, "id", *parts) if name in parts), part)
     return recipe.location("environment_mixture", "environments", index, inside)
 
@@ -140,7 +146,7 @@ def locate_environment(recipe: Recipe, index: int, part: str = "id") -> str:
 def _check_environments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
     """Yield the problems of each environment, and of environments that get no episode to train or evaluate on."""
     environments = list_episode_environments(recipe.__getitem__)
-    if recipe["environment_mixture"] is not None and not environments:
+    if EnvironmentKeys(recipe).mixture is not None and not environments:
         fix = "add environments: a list of {id, args, weight}"
         yield recipe.problem("environment_mixture", "environment_mixture has no environments", fix)
     for index, (spec, arguments, _) in enumerate(environments):
@@ -159,8 +165,8 @@ def _check_environment(recipe: Recipe, index: int, spec: str, arguments: dict[st
     run = recipe.path.parent
     has_copy = (run / "run.json").exists() and copy_path(spec, run / "rewards").exists()
     if not spec:
-        message = "environment is empty" if recipe["environment"] is not None else "an environment has no id"
-        key = "environment" if recipe["environment"] is not None else "id"
+        is_entry = EnvironmentKeys(recipe).environment is None
+        message, key = ("an environment has no id", "id") if is_entry else ("environment is empty", "environment")
         yield Problem(line, message, f"set {key}: file.py:Class, or an environment of a library, e.g. textarena:Nim-v0")
     elif kind in LIBRARIES:
         for problem in find_library_problems(spec, arguments):
@@ -174,13 +180,13 @@ def _check_environment(recipe: Recipe, index: int, spec: str, arguments: dict[st
     elif not has_copy and (code_problem := spec_problem(spec, line)):
         library = nearest_of(kind.replace("-", "_"), LIBRARIES) if colon else None
         yield replace(code_problem, fix=f"use {library}:{name}") if library else code_problem
-    if kind == "openenv" and not recipe["environment_network"]:
+    if kind == "openenv" and not EnvironmentKeys(recipe).network:
         yield Problem(line, f"'{spec}' needs the network", "add environment_network: true")
 
 
 def serves_base_model(recipe: Recipe) -> bool:
     """Return whether the run's server has the base model next to an adapter; it plays ``opponents: base``."""
-    return starts_server(recipe) and bool(recipe["use_peft"]) and recipe["weight_sync"] == "lora"
+    return starts_server(recipe) and recipe.lora.use_peft and recipe.server.weight_sync == "lora"
 
 
 def _check_arguments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
@@ -189,7 +195,7 @@ def _check_arguments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator
         parameters = None if spec.partition(":")[0] in LIBRARIES else call_parameters(spec)
         if parameters is None:
             continue
-        inside = ("environments", index, "args") if recipe["environment"] is None else ()
+        inside = ("environments", index, "args") if EnvironmentKeys(recipe).environment is None else ()
         key = "environment_mixture" if inside else "environment_args"
         for name in (str(name) for name in arguments if str(name) not in parameters):
             close = nearest_of(name, parameters)
@@ -211,7 +217,7 @@ def _check_templates(recipe: Recipe, environment: Mapping[str, str]) -> Iterator
     environments = [(spec, arguments) for spec, arguments, _ in list_episode_environments(recipe.__getitem__)]
     if not environments:
         return
-    template = recipe["chat_template"]
+    template = recipe.model.chat_template
     templates = templates_of(recipe, environment) if template is None else {"default": template}
     key = "model_name_or_path" if template is None else "chat_template"
     if templates is None:
@@ -221,9 +227,9 @@ def _check_templates(recipe: Recipe, environment: Mapping[str, str]) -> Iterator
         return
     tools = any(_uses_tools(spec) for spec, _ in environments)
     system = any(_find_system_prompt(spec, arguments) for spec, arguments in environments)
-    tool_answers = tools and recipe["environment_max_turns"] > 1
+    tool_answers = tools and EnvironmentKeys(recipe).max_turns > 1
     roles = ["user", "assistant", *["system"] * system, *["tool"] * tool_answers]
-    if message := find_left_out_part(templates, roles, tools, recipe["chat_template_kwargs"] or {}):
+    if message := find_left_out_part(templates, roles, tools, recipe.model.chat_template_kwargs or {}):
         yield recipe.problem(key, message, "set a chat_template that renders them")
 
 
@@ -265,7 +271,7 @@ def _uses_tools(spec: str) -> bool:
 def _check_benchmark_opponents(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
     """Yield a problem for each benchmark with the base model as an opponent, because benchmarks can't play it."""
     for spec, model in list_model_opponents(recipe.__getitem__):
-        if spec in recipe["benchmarks"] and model != POLICY:
+        if spec in recipe.evaluation.benchmarks and model != POLICY:
             message = f"a benchmark can't play '{spec}' against '{model}'"
             yield recipe.problem("benchmarks", message, "set opponents: policy or random, or remove it from benchmarks")
 

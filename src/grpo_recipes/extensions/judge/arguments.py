@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from grpo_recipes.recipe.fields import key
+from grpo_recipes.recipe.sections import Key, Section
 
 
 # fmt: off
@@ -27,3 +28,14 @@ class JudgeArguments:
     judge_cache: str | None = key(None,
         "Folder for the judge's replies. Equal requests, also of other runs, are then answered from it.")
 # fmt: on
+
+
+class JudgeKeys(Section):
+    """The keys of the reward ``llm_judge`` that code reads, with their types."""
+
+    base_url = Key[str | None]("judge_base_url")
+    model = Key[str | None]("judge_model")
+    api_key_variable = Key[str | None]("judge_api_key_variable")
+    mode = Key[str]("judge_mode")
+    prompt = Key[str | None]("judge_prompt")
+    scale = Key[list[float]]("judge_scale")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from grpo_recipes.recipe.fields import key
+from grpo_recipes.recipe.sections import Key, Section
 
 
 # fmt: off
@@ -28,3 +29,19 @@ class ProblemArguments:
     modebench_hidden: int = key(5,
         "Graph coloring: number of uncolored vertices; with more of them, guessing scores less.", min=1, max=8)
 # fmt: on
+
+
+class ProblemKeys(Section):
+    """The keys of generated problems that code reads, with their types."""
+
+    problem_seed_start = Key[int]("problem_seed_start")
+    problem_seeds = Key[int]("problem_seeds")
+    eval_problem_ids = Key[list[int] | None]("eval_problem_ids")
+    eval_problem_seed_start = Key[int]("eval_problem_seed_start")
+    eval_problem_seeds = Key[int]("eval_problem_seeds")
+    modebench_numbers = Key[int]("modebench_numbers")
+    modebench_largest_number = Key[int | None]("modebench_largest_number")
+    modebench_min_modes = Key[int]("modebench_min_modes")
+    modebench_max_modes = Key[int]("modebench_max_modes")
+    modebench_vertices = Key[int]("modebench_vertices")
+    modebench_hidden = Key[int]("modebench_hidden")

@@ -6,6 +6,7 @@ from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.extensions.problems import seeded
+from grpo_recipes.extensions.problems.arguments import ProblemKeys
 from grpo_recipes.extensions.problems.modebench import dataset
 from grpo_recipes.extensions.problems.modebench.dataset import TASK_KEYS, TASKS
 from grpo_recipes.extensions.problems.seeded import GENERATORS, is_seeded
@@ -18,12 +19,12 @@ _LARGEST_OF_FOUR = 14  # listing all problems of four larger numbers takes minut
 
 def list_modebench_tasks(recipe: Recipe) -> list[str]:
     """Return the ModeBench tasks (``modebench:...``) that a recipe uses as dataset, evaluation set or benchmark."""
-    return [task for task in TASKS if task in (recipe["dataset_name"], evaluation_set(recipe), *recipe["benchmarks"])]
+    return [task for task in TASKS if task in (recipe.data.name, evaluation_set(recipe), *recipe.evaluation.benchmarks)]
 
 
 def list_seeded_sets(recipe: Recipe) -> list[str]:
     """Return the names (``seeded:...``) of the generators that a recipe uses as dataset or evaluation set."""
-    return [name for name in GENERATORS if name in (recipe["dataset_name"], evaluation_set(recipe))]
+    return [name for name in GENERATORS if name in (recipe.data.name, evaluation_set(recipe))]
 
 
 def list_puzzle_tasks(recipe: Recipe) -> set[str]:
@@ -34,15 +35,30 @@ def list_puzzle_tasks(recipe: Recipe) -> set[str]:
 
 def _evaluates_on_seeds(recipe: Recipe) -> bool:
     """Return whether a recipe evaluates during training on problems that are generated from seeds."""
-    uses_training_set = is_seeded(recipe["dataset_name"]) and not recipe["eval_dataset_name"]
+    uses_training_set = is_seeded(recipe.data.name) and not recipe.evaluation.dataset_name
     return evaluates(recipe) and (uses_training_set or is_seeded(evaluation_set(recipe)))
 
 
 def _find_shared_seeds(recipe: Recipe) -> list[int]:
     """Return the seeds that a recipe uses for training and for evaluations; [] if their generators differ."""
-    name = recipe["dataset_name"]
-    same_set = _evaluates_on_seeds(recipe) and is_seeded(name) and (recipe["eval_dataset_name"] or name) == name
+    name = recipe.data.name
+    same_set = _evaluates_on_seeds(recipe) and is_seeded(name) and (recipe.evaluation.dataset_name or name) == name
     return seeded.Settings.read(recipe.__getitem__).shared if same_set else []
+
+
+def _describe_shared_seeds(recipe: Recipe, _: str) -> str:
+    """Return the message about seeds that training and evaluations share."""
+    keys = ProblemKeys(recipe)
+    return (
+        f"{_format_seeds(_find_shared_seeds(recipe))} would be used in training and evaluations: "
+        f"problem_seed_start {keys.problem_seed_start} with problem_seeds {keys.problem_seeds}, "
+        f"eval_problem_seed_start {keys.eval_problem_seed_start} with eval_problem_seeds {keys.eval_problem_seeds}"
+    )
+
+
+def _compute_first_unused_seed(recipe: Recipe) -> int:
+    """Return the first seed after the training seeds."""
+    return ProblemKeys(recipe).problem_seed_start + ProblemKeys(recipe).problem_seeds
 
 
 def _make_missing_task_condition(task: str) -> Condition:
@@ -79,7 +95,7 @@ CHECKS = (_check_problem_count,)
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
-    Rule("{item}", lambda r: is_seeded(r["dataset_name"]) and set_by_user(r, "max_train_prompts", any_value=False),
+    Rule("{item}", lambda r: is_seeded(r.data.name) and set_by_user(r, "max_train_prompts", any_value=False),
         "'{item}' has no effect with {dataset_name}, because problem_seeds sets the number of problems",
         "{removal}, or write problem_seeds"),
     Rule("{item}", lambda r: _evaluates_on_seeds(r)
@@ -87,29 +103,28 @@ RULES: tuple[Rule, ...] = (
         "'{item}' has no effect with a seeded evaluation set, because every seed is used",
         "{removal}, or write eval_problem_seeds"),
     Rule("{item}",
-        lambda r: bool(r["eval_problem_ids"]) and set_by_user(r, "eval_problem_seed_start eval_problem_seeds"),
+        lambda r: ProblemKeys(r).eval_problem_ids and set_by_user(r, "eval_problem_seed_start eval_problem_seeds"),
         "'{item}' and eval_problem_ids can't be combined: both choose the seeds",
         "{removal}, or remove eval_problem_ids"),
-    Rule("eval_problem_ids", lambda r: [seed for seed in r["eval_problem_ids"] or () if seed < 0],
+    Rule("eval_problem_ids", lambda r: [seed for seed in ProblemKeys(r).eval_problem_ids or () if seed < 0],
         "{item} can't be a seed", "write whole numbers of 0 or more"),
-    Rule("eval_problem_ids", lambda r: bool(r["eval_problem_ids"]) and _find_shared_seeds(r),
+    Rule("eval_problem_ids", lambda r: bool(ProblemKeys(r).eval_problem_ids) and _find_shared_seeds(r),
         "{item} is also a training seed: problem_seed_start {problem_seed_start} with problem_seeds {problem_seeds}",
         "write other seeds"),
-    Rule("eval_problem_seed_start", lambda r: not r["eval_problem_ids"] and bool(_find_shared_seeds(r)),
-        lambda r, _: f"{_format_seeds(_find_shared_seeds(r))} would be used in training and evaluations: "
-        f"problem_seed_start {r['problem_seed_start']} with problem_seeds {r['problem_seeds']}, "
-        f"eval_problem_seed_start {r['eval_problem_seed_start']} with eval_problem_seeds {r['eval_problem_seeds']}",
-        lambda r, _: f"set eval_problem_seed_start: {r['problem_seed_start'] + r['problem_seeds']} or more"),
-    Rule("modebench_min_modes", lambda r: list_puzzle_tasks(r) and r["modebench_min_modes"] > r["modebench_max_modes"],
+    Rule("eval_problem_seed_start", lambda r: not ProblemKeys(r).eval_problem_ids and bool(_find_shared_seeds(r)),
+        _describe_shared_seeds,
+        lambda r, _: f"set eval_problem_seed_start: {_compute_first_unused_seed(r)} or more"),
+    Rule("modebench_min_modes",
+        lambda r: list_puzzle_tasks(r) and ProblemKeys(r).modebench_min_modes > ProblemKeys(r).modebench_max_modes,
         "modebench_min_modes {modebench_min_modes} exceeds modebench_max_modes {modebench_max_modes}",
         "set modebench_min_modes: {modebench_max_modes} or less"),
     Rule("modebench_largest_number", lambda r: "modebench:countdown" in list_puzzle_tasks(r)
-        and r["modebench_numbers"] == 4 and (r["modebench_largest_number"] or 0) > _LARGEST_OF_FOUR,
+        and ProblemKeys(r).modebench_numbers == 4 and (ProblemKeys(r).modebench_largest_number or 0) > _LARGEST_OF_FOUR,
         "modebench_largest_number {modebench_largest_number} with 4 numbers has too many problems to list quickly",
         f"set modebench_largest_number: {_LARGEST_OF_FOUR} or less"),
     Rule("modebench_hidden",
         lambda r: "modebench:graph_coloring" in list_puzzle_tasks(r)
-        and r["modebench_hidden"] > r["modebench_vertices"],
+        and ProblemKeys(r).modebench_hidden > ProblemKeys(r).modebench_vertices,
         "modebench_hidden {modebench_hidden} exceeds modebench_vertices {modebench_vertices}",
         "set modebench_hidden: {modebench_vertices} or less"),
 )
