@@ -14,6 +14,8 @@ RUNS: dict[tuple[str, str], tuple[str, ...]] = {
     **{("restart", name): (*TWO, "--accelerator", name) for name in ("ddp", "zero2", "zero3", "fsdp2")},
     ("restart", "lora"): LORA,
     ("restart", "tensor_parallel"): ("--vllm_tensor_parallel_size", "2"),
+    ("lora", "replicas"): (*LORA, "--vllm_data_parallel_size", "2"),
+    ("restart", "replicas"): ("--vllm_data_parallel_size", "2"),
 }
 _LEARNS = "tests/e2e/test_smoke_run.py::test_training_sh_trains_the_smoke_recipe"
 _ONE_COPY = "tests/e2e/test_bridges.py::test_the_smoke_recipe_learns_in_one_copy_of_the_weights"
@@ -31,6 +33,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     **{("file", name): f"{_TWO}[{name}]" for name in ("ddp", "zero2", "zero3", "fsdp2")},
     ("file", "custom"): f"{_CUSTOM}[file]",
     ("file", "lora"): "tests/e2e/test_lora.py::test_an_adapter_learns_and_the_merged_model_is_left",
+    ("file", "replicas"): "tests/e2e/test_replicas.py::test_a_killed_replica_and_a_stop_change_nothing",
     ("file", "nodes"): f"{_APART}[file-keys0]",
     ("shared", "single"): _ONE_COPY,
     ("shared", "full"): _ONE_COPY,

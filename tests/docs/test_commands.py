@@ -60,6 +60,7 @@ RUN_HERE = {
     f"grpo plan {MATH} --gpus 1 --vllm_mode colocate",
     f"grpo plan {MATH} --gpus 8",
     f"grpo plan {MATH} --gpus 8 --json",
+    f"grpo plan {MATH} --gpus 8 --vllm_data_parallel_size 2",
     f"grpo plan {MATH} --gpus 8 --gpu-memory 80 --time 72:00:00",
     "grpo keys temperature",
     "python src/atropos_grpo.py --model-name smoke:sums --environment arithmetic --dry-run",

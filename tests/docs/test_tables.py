@@ -420,7 +420,7 @@ def test_every_table_entry_is_used_and_its_file_says_it() -> None:
 def test_messages_of_the_guard() -> None:
     text = (DOCS / "weights.md").read_text()
     names = ["model.embed_tokens.weight", *[f"p{number}" for number in range(28)]]
-    checksum = describe_checksum_error("file", names)
+    checksum = describe_checksum_error("file", [names])
     assert checksum is not None and checksum.split(" in model")[0] in text
     logprobs = describe_logprob_error("file", 1.31, TOLERANCES["float32"])
     assert logprobs is not None and logprobs in text

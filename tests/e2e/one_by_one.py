@@ -67,10 +67,12 @@ class Bench:
         return with_processes(plan, self._recipe, self._resources, {}, self._names)
 
     @contextmanager
-    def server(self, model: str | None = None, **variables: str) -> Iterator[str]:
+    def server(self, model: str | None = None, extension: str | None = None, **variables: str) -> Iterator[str]:
+        """Start the plan's server, perhaps with another model or another class as its workers' extension."""
         process = self.plan.process("server")
         assert process is not None
-        argv = [model if model and part == self.plan.model else part for part in process.argv]
+        replaced = {self.plan.model: model, "grpo_recipes.server.plugin.WeightReport": extension}
+        argv = [replaced.get(part) or part for part in process.argv]
         with self._log.open("ab") as log:
             environment = {**self.environment, **process.environment, **variables}
             server = subprocess.Popen(argv, env=environment, stdout=log, stderr=log)
@@ -101,7 +103,7 @@ class Bench:
         """Return the client of the ``file`` bridge; ``joined`` comes first."""
         args = SimpleNamespace(
             use_cpu=True, server_request_timeout=60.0, weight_guard=True, vllm_server_timeout=60.0,
-            max_concurrent_requests=256,
+            max_concurrent_requests=256, vllm_data_parallel_size=self.plan.replicas,
         )  # fmt: skip
         return FileClient(args=args, run_dir=self.run_dir, seed=seed, stop=StopRequest(self.run_dir), base_url=url)
 

@@ -13,7 +13,8 @@ import pytest
 from documented import documented
 from real_runs import REPOSITORY, SECRET, Launch
 
-from grpo_recipes.server.wire import COMPLETIONS_PATH
+from grpo_recipes.server.middleware import SYNCED_PATH
+from grpo_recipes.server.wire import COMPLETIONS_PATH, WORKERS_PATH
 
 
 @pytest.mark.slow
@@ -81,13 +82,13 @@ def assert_report_shows_the_run(run: Launch) -> None:
 
 
 def assert_one_weight_load_per_generation(run: Launch) -> None:
-    requests = re.findall(r'"POST (/collective_rpc|/grpo/completions|/reset_prefix_cache) HTTP', run.log("server"))
+    requests = re.findall(rf'"POST ({WORKERS_PATH}|{COMPLETIONS_PATH}|{SYNCED_PATH}) HTTP', run.log("server"))
     loads, steps = run.log("server").count("grpo: weights loaded"), len(run.rows())
     assert loads == steps
     # One request per prompt, 16 prompts per step. Each request follows the weight load of its step.
     assert requests.count(COMPLETIONS_PATH) == 16 * steps
-    assert requests.count("/reset_prefix_cache") == steps
-    assert requests.index("/reset_prefix_cache") < requests.index(COMPLETIONS_PATH)
+    assert requests.count(SYNCED_PATH) == steps
+    assert requests.index(SYNCED_PATH) < requests.index(COMPLETIONS_PATH)
 
 
 def assert_model_answers_sums_never_trained_on(run: Launch) -> None:

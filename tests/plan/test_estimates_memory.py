@@ -25,6 +25,7 @@ WORK = {
     "completions": 8, "sequence": 1536, "completion": 1024,
     "vllm_max_model_length": 2048, "vllm_max_num_seqs": 840, "bridge": "nccl", "vllm_tensor_parallel_size": 1,
     "vllm_gpu_memory_utilization": 0.9, "vllm_enable_sleep_mode": False, "gpu_shared": False, "fsdp_cpu_offload": False,
+    "replicas": 1,
 }  # fmt: skip
 P = WORK["parameters"]
 LAYER_SIDES = 7 * 3584 + 2 * (28 + 4) * 128 + 3 * 18944  # inputs and outputs of the linear layers
@@ -274,6 +275,13 @@ def test_a_server_is_split_over_its_gpus():
     assert single.sequence_cache(1) == 2 * 28 * 4 * 128 * 2
     split = work(vllm_tensor_parallel_size=28)  # each GPU's part of the MLP is narrower than the model
     assert split.server()["activations"] == 8192 * 4 * 3584 * 2
+
+
+def test_replicas_have_their_own_weights_and_cache() -> None:
+    """On a GPU the need is that of one of the server's GPUs, on CPU that of the whole server."""
+    assert work(replicas=2).server() == work().server()
+    one, two = (work(device="cpu", bridge="file", replicas=count).server() for count in (1, 2))
+    assert two == {name: size if name == "libraries" else 2 * size for name, size in one.items()}
 
 
 def test_a_server_of_float32_weights_holds_them_in_the_precision_of_the_trainer():

@@ -51,7 +51,7 @@ def handed_on(done: subprocess.CompletedProcess[str], tmp_path: Path) -> list[st
         ),
         (["--accelerator", "zero3"], [MATH, "--task", "grpo", "--accelerator", "zero3"]),
         (["--tp", "2"], [MATH, "--task", "grpo", "--vllm_tensor_parallel_size", "2"]),
-        (["--dp", "1"], [MATH, "--task", "grpo"]),
+        (["--dp", "2"], [MATH, "--task", "grpo", "--vllm_data_parallel_size", "2"]),
         (["--vllm-port", "9000"], [MATH, "--task", "grpo", "--vllm_server_port", "9000"]),
         (["--vllm-group-port", "9001"], [MATH, "--task", "grpo", "--vllm_group_port", "9001"]),
         (["--args", "--a 8 --b 'x y'"], [MATH, "--task", "grpo", "--a", "8", "--b", "x y"]),
@@ -74,12 +74,13 @@ def test_the_line_of_the_docs_reaches_training_sh(train, tmp_path: Path) -> None
 
 
 def test_variables_stand_for_flags_and_flags_win(train, tmp_path: Path) -> None:
-    variables = {"MODEL": "Qwen3-4B", "TASK": "maxent", "CONFIG_SUFFIX": "math_tempered", "TP": "2", "DP": "1"}
+    variables = {"MODEL": "Qwen3-4B", "TASK": "maxent", "CONFIG_SUFFIX": "math_tempered", "TP": "2", "DP": "3"}
     words = handed_on(train(**variables, OPTIONAL_ARGS="--seed 8"), tmp_path)
     recipe = "recipes/Qwen3-4B/maxent/config_math_tempered.yaml"
-    assert words == [recipe, "--task", "maxent", "--vllm_tensor_parallel_size", "2", "--seed", "8"]
+    sizes = ["--vllm_tensor_parallel_size", "2", "--vllm_data_parallel_size", "3"]
+    assert words == [recipe, "--task", "maxent", *sizes, "--seed", "8"]
     words = handed_on(train("--config", "math", "--tp", "4", "--args", "--seed 9", **variables), tmp_path)
-    assert words[-4:] == ["--vllm_tensor_parallel_size", "4", "--seed", "9"]
+    assert words[-6:] == ["--vllm_tensor_parallel_size", "4", "--vllm_data_parallel_size", "3", "--seed", "9"]
     assert words[0] == "recipes/Qwen3-4B/maxent/config_math.yaml"
 
 
@@ -94,7 +95,6 @@ def test_variables_stand_for_flags_and_flags_win(train, tmp_path: Path) -> None:
         (["--args"], "--args: needs a value"),
         (["--task", "sft"], "--task: 'sft' is no trainer. Fix: write grpo or maxent"),
         (["--config", "none"], "Qwen3-4B/grpo/config_math.yaml"),
-        (["--dp", "2"], "--dp: '2' copies of the server"),
         (["--args", "--a 'b"], "has a quote that is not closed"),
     ],
 )

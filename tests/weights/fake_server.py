@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from grpo_recipes.server.middleware import ACTIVITY_PATH, POLICY_HEADER, SYNCED_PATH
 from grpo_recipes.server.plugin import fingerprint
-from grpo_recipes.server.wire import flatten_completions, pack_completions
+from grpo_recipes.server.wire import REPLICA_HEADER, flatten_completions, pack_completions
 
 WEIGHT = torch.arange(6.0).view(2, 3)
 
@@ -36,6 +36,9 @@ class FakeServer:
         policies: the weights' number in each request that ends a sync, in order.
         delay: seconds before an answer to a POST.
         sampling_seconds: additional seconds that completions take.
+        replicas: number of its engines.
+        late_replicas: engines that report the sync before the last.
+        replica_of: the replica that each request for completions asks for, by its prompt.
         held: its weights.
         loads: its weights after a weight load, or None if a load changes nothing.
         sync: the number of the sync that sent its weights.
@@ -51,6 +54,8 @@ class FakeServer:
         self.calls: list[str] = []
         self.tokens: set[str | None] = set()
         self.policies: list[str | None] = []
+        self.replicas, self.late_replicas = 1, set[int]()
+        self.replica_of: dict[str, str | None] = {}
         self.held = WEIGHT.clone()
         self.loads: torch.Tensor | None = None
         self.sync, self.keeps_sync = 0, False
@@ -86,7 +91,10 @@ class FakeServer:
                     fake.policies.append(self.headers.get(POLICY_HEADER))
                 if self._answered_wrongly():
                     return
-                answer = fake.post(self.path, json.loads(body or b"{}"))
+                content = json.loads(body or b"{}")
+                if "prompt" in content:
+                    fake.replica_of[str(content["prompt"])] = self.headers.get(REPLICA_HEADER)
+                answer = fake.post(self.path, content)
                 if answer is not None:
                     self._answer(answer)
                 else:
@@ -144,11 +152,13 @@ class FakeServer:
         elif "prompt" in body:
             return self._completions(body)
         elif body.get("method") == "grpo_config":
-            return {"results": [{"model_config": {"logprobs_mode": "processed_logprobs"}}]}
+            return {"results": [[{"model_config": {"logprobs_mode": "processed_logprobs"}}]] * self.replicas}
         elif body.get("method") == "grpo_load":
             self.held = self.held if self.loads is None else self.loads
             self.sync = self.sync if self.keeps_sync else sync_of(body["kwargs"]["folder"])
-        return {"results": [self._report()]} if body.get("method") == "grpo_weights" else {"results": [1]}
+        if body.get("method") == "grpo_weights":
+            return {"results": [[self._report(replica)] for replica in range(self.replicas)]}
+        return {"results": [[1]] * self.replicas}
 
     def _completions(self, body: dict[str, Any]) -> bytes:
         number = body["n"]
@@ -164,8 +174,9 @@ class FakeServer:
             flatten_completions([[token]] * number, None if body["logprobs"] is None else [[-0.5]] * number)
         )
 
-    def _report(self) -> dict[str, Any]:
-        return {"parameters": {"w": [int(fingerprint(self.held)), "float32"]}, "packed": {}, "sync": self.sync}
+    def _report(self, replica: int) -> dict[str, Any]:
+        sync = self.sync - (replica in self.late_replicas)
+        return {"parameters": {"w": [int(fingerprint(self.held)), "float32"]}, "packed": {}, "sync": sync}
 
     def methods(self) -> list[str]:
         """Return the called worker methods, in order."""

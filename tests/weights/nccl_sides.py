@@ -1,7 +1,9 @@
 """The two sides of the ``nccl`` bridge as separate programs, with gloo instead of NCCL and without CUDA.
 
-    python nccl_sides.py receive WORKERS     # a server with vLLM's own receiver in each worker; prints its address
-    python nccl_sides.py join URL RUN_DIR    # a trainer's rank that joins the server's group, and then ends
+    python nccl_sides.py receive WORKERS REPLICAS  # a server with vLLM's own receiver in each worker of each replica
+    python nccl_sides.py join URL RUN_DIR          # a trainer's rank that joins the server's group, and then ends
+
+The server prints its address.
 
 Only vLLM's ``PyNcclCommunicator``, its CUDA streams, and the size of its buffers (1 GB) are replaced. TRL's client and
 vLLM's rendezvous, packing and engine are real.
@@ -73,9 +75,9 @@ def without_cuda(replace: Any) -> None:
 class Worker:
     """A worker of the server: vLLM's engine with a model that records the parameters in order."""
 
-    def __init__(self, rank: int, workers: int) -> None:
+    def __init__(self, replica: int, rank: int, workers: int) -> None:
         self.begin()
-        parallel = SimpleNamespace(data_parallel_index=0, world_size=workers, rank=rank)
+        parallel = SimpleNamespace(data_parallel_index=replica, world_size=workers, rank=rank)
         config = SimpleNamespace(parallel_config=parallel, model_config=None)
         self.engine = NCCLWeightTransferEngine(None, config, torch.device("cpu"), self)
 
@@ -119,10 +121,14 @@ class Worker:
 
 
 class Receiver(FakeServer):
-    """A server of ``workers`` workers; ``/order`` makes it forget and fail, ``/seen`` returns what there was."""
+    """A server whose replicas have ``workers`` workers each.
 
-    def __init__(self, port: int, workers: int) -> None:
-        self.workers = [Worker(rank, workers) for rank in range(workers)]
+    ``/order`` makes it forget and fail, ``/seen`` returns what there was.
+    """
+
+    def __init__(self, port: int, workers: int, replicas: int) -> None:
+        self._sizes = (workers, replicas)
+        self.workers = [Worker(replica, rank, workers) for replica in range(replicas) for rank in range(workers)]
         self.hangs: set[str] = set()  # paths that are never answered
         super().__init__(port)
 
@@ -142,11 +148,11 @@ class Receiver(FakeServer):
         if path in self.refuses:
             return {"error": f"refused {path}"}
         if body.get("method") == "grpo_config":
-            return {"results": [{"weight_transfer_config": {"backend": "nccl"}}]}
+            return self._results([{"weight_transfer_config": {"backend": "nccl"}} for _ in self.workers])
         if body.get("method") == "grpo_count":
-            return {"results": [worker.count(body) for worker in self.workers]}
+            return self._results([worker.count(body) for worker in self.workers])
         if body.get("method") == "grpo_weights":
-            return {"results": [worker.report() for worker in self.workers]}
+            return self._results([worker.report() for worker in self.workers])
         work = {"/init_weight_transfer_engine": Worker.init, "/update_weights": Worker.update}.get(path)
         if work:
             try:
@@ -156,6 +162,11 @@ class Receiver(FakeServer):
                 self.refuses.add(path)
                 return {"error": repr(error)}
         return answer
+
+    def _results(self, results: list[Any]) -> dict[str, Any]:
+        """Return the answer with the results of all workers: a list for each replica."""
+        workers, replicas = self._sizes
+        return {"results": [results[replica * workers :][:workers] for replica in range(replicas)]}
 
     def _begin(self, refuses: Iterable[str] = (), hangs: Iterable[str] = (), **faults: Any) -> dict[str, Any]:
         self.refuses, self.hangs = set(refuses), set(hangs)
@@ -205,6 +216,6 @@ def free_port() -> int:
 if __name__ == "__main__":
     without_cuda(setattr)
     if sys.argv[1] == "receive":
-        print(Receiver(0, int(sys.argv[2])).url, flush=True)
+        print(Receiver(0, *map(int, sys.argv[2:4])).url, flush=True)
         threading.Event().wait()
     join(sys.argv[2], Path(sys.argv[3]))

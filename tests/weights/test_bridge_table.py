@@ -46,6 +46,7 @@ KEYS = {
     "full": {},
     "lora": {"use_peft": True},
     "tensor_parallel": {"vllm_tensor_parallel_size": 2},
+    "replicas": {"vllm_data_parallel_size": 2},
     "nodes": {"vllm_node": "own"},
 }
 

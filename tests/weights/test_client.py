@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
@@ -12,6 +13,8 @@ from trl.trainer import grpo_trainer
 
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.runs.stop_request import StopRequest
+from grpo_recipes.server.middleware import SYNCED_PATH
+from grpo_recipes.server.wire import WORKERS_PATH
 from grpo_recipes.trainers.sampling import building_vllm_client
 from grpo_recipes.weights import client as module
 from grpo_recipes.weights.bridges import ServerGeneration
@@ -41,7 +44,7 @@ def test_a_server_without_a_model_has_answered(connect, server) -> None:
 def test_an_answer_that_does_not_come_ends_the_call(connect, server) -> None:
     client = connect(server_request_timeout=0.3)
     server.delay = 2.0
-    with pytest.raises(ServerError, match=r"did not answer /collective_rpc within 0\.3 s"):
+    with pytest.raises(ServerError, match=r"did not answer /grpo/workers within 0\.3 s"):
         sync(client)
 
 
@@ -62,6 +65,44 @@ def test_the_weights_of_another_sync_are_seen_though_their_values_are_equal(conn
     server.keeps_sync = True
     sync(client)
     assert client.checksum_error.endswith("'file' bridge: it has the weights of sync 1, and the trainer sent sync 2")
+
+
+def test_a_replica_with_old_weights_is_seen_and_named(connect, server) -> None:
+    server.replicas = 3
+    client = connect(vllm_data_parallel_size=3)
+    sync(client)
+    assert client.checksum_error is None
+    server.late_replicas = {2}
+    sync(client)
+    assert client.checksum_error.endswith(
+        "bridge: replica 2: it has the weights of sync 1, and the trainer sent sync 2"
+    )
+
+
+@pytest.mark.parametrize("results", [[[1]], [[1], []], [[1], [1, 2]], [[1], 1], [[1]] * 3, []], ids=str)
+def test_an_answer_without_a_result_of_every_worker_is_refused(connect, server, results) -> None:
+    server.replicas = 2
+    client = connect(vllm_data_parallel_size=2)
+    server.wrong = {WORKERS_PATH: (200, json.dumps({"results": results}).encode(), 9)}
+    with pytest.raises(BadAnswer, match="results of grpo_load, expected a result of all workers of 2 replicas"):
+        client.call_workers("grpo_load")
+
+
+def test_replicas_with_different_configurations_are_refused(connect, server) -> None:
+    server.replicas = 2
+    client = connect(vllm_data_parallel_size=2)
+    server.wrong = {WORKERS_PATH: (200, b'{"results": [[{"a": 1}], [{"a": 2}]]}', 9)}
+    with pytest.raises(ServerError, match="has workers with different configurations"):
+        client.get_server_info()
+
+
+def test_in_a_seeded_run_each_prompt_has_its_replica(connect, server) -> None:
+    """Otherwise the load decides which completions share a forward pass, and that decides the log-probs' last bits."""
+    server.replicas, prompts = 2, [[3], [4], [5]]
+    connect(seed=7, vllm_data_parallel_size=2).generate(prompts, n=2)
+    assert server.replica_of == {"[3]": "0", "[4]": "1", "[5]": "0"}
+    connect(vllm_data_parallel_size=2).generate(prompts, n=2)
+    assert set(server.replica_of.values()) == {None}
 
 
 def test_a_fingerprint_is_taken_while_its_tensor_is_sent(connect, monkeypatch) -> None:
@@ -88,7 +129,7 @@ def test_the_end_of_a_sync_tells_the_server_which_weights_it_has(connect, server
     client.policy_version = 0
     client.reset_prefix_cache()
     client.policy_version = 12
-    server.wrong = {"/reset_prefix_cache": (200, b'{"success": false}', 1)}  # another client's request has a part of it
+    server.wrong = {SYNCED_PATH: (200, b'{"success": false}', 1)}  # another client's request has a part of it
     client.reset_prefix_cache()
     assert server.policies == [None, "0", "12", "12"]
 

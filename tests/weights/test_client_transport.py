@@ -13,6 +13,7 @@ import pytest
 import requests
 
 from grpo_recipes.process.sessions import secure_session
+from grpo_recipes.server.wire import WORKERS_PATH
 from grpo_recipes.weights.transport import BadAnswer, ServerAdapter, ServerLate, ServerLost
 
 pytestmark = pytest.mark.alone
@@ -91,7 +92,7 @@ def test_every_request_has_the_token_the_limits_and_no_proxy(session, monkeypatc
         assert isinstance(session.get_adapter(url), ServerAdapter)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/collective_rpc"])
+@pytest.mark.parametrize("path", ["/v1/completions", WORKERS_PATH])
 def test_a_kept_connection_that_closes_as_it_is_used_again_costs_nothing(server, session, path) -> None:
     for _ in range(5):
         assert session.post(server.url + path, json={}).status_code == 200

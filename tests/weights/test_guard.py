@@ -128,20 +128,31 @@ def test_known_names_are_still_compared_one_by_one_when_others_are_renamed():
 
 
 def test_a_verdict_names_the_bridge_and_a_few_parameters():
-    assert describe_checksum_error("file", []) is None
-    verdict = describe_checksum_error("file", ["a", "b", "c", "d", "e"])
+    assert describe_checksum_error("file", [[]]) is None
+    verdict = describe_checksum_error("file", [["a", "b", "c", "d", "e"]])
     assert "'file' bridge" in verdict and "a, b, c and 2 more" in verdict
-    assert "more" not in describe_checksum_error("nccl", ["a", "b"])
+    assert "more" not in describe_checksum_error("nccl", [["a", "b"]])
 
 
 def test_a_verdict_names_both_numbers_of_a_sync():
-    old = [{"sync": 4}, {"sync": 3}]
-    assert describe_checksum_error("file", [], 4, [{"sync": 4}]) is None
+    old = [[{"sync": 4}, {"sync": 3}]]
+    assert describe_checksum_error("file", [[]], 4, [[{"sync": 4}]]) is None
     assert "bridge: it has the weights of sync 3, and the trainer sent sync 4" in describe_checksum_error(
-        "file", [], 4, old
+        "file", [[]], 4, old
     )
-    assert "trainer in a; it has the weights of sync 3, and" in describe_checksum_error("file", ["a"], 4, old)
-    assert describe_checksum_error("file", [], 0, old) is None  # nothing was sent yet
+    assert "trainer in a; it has the weights of sync 3, and" in describe_checksum_error("file", [["a"]], 4, old)
+    assert describe_checksum_error("file", [[]], 0, old) is None  # nothing was sent yet
+
+
+def test_a_verdict_names_the_replicas_that_are_wrong():
+    new, old = [{"sync": 4}, {"sync": 4}], [{"sync": 3}, {"sync": 4}]
+    assert describe_checksum_error("file", [[], []], 4, [new, new]) is None
+    assert describe_checksum_error("file", [[], []], 4, [new, old]).endswith(
+        "'file' bridge: replica 1: it has the weights of sync 3, and the trainer sent sync 4"
+    )
+    assert "bridge: replica 0: after the sync it holds other values than the trainer in a; replica 1: it has" in (
+        describe_checksum_error("file", [["a"], []], 4, [new, old])
+    )
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ class LocalClient(LoraClient):
 
     def call_workers(self, method: str, **kwargs):
         self.asked.append(method)
-        return [getattr(self.worker, method)(**kwargs)]
+        return [[getattr(self.worker, method)(**kwargs)]]
 
     def served_names(self) -> list[str]:
         return self.names

@@ -44,8 +44,8 @@ BUFFERS = [
 class Server:
     """A receiver in a separate process."""
 
-    def __init__(self, workers: int) -> None:
-        program = [sys.executable, nccl_sides.__file__, "receive", str(workers)]
+    def __init__(self, workers: int, replicas: int) -> None:
+        program = [sys.executable, nccl_sides.__file__, "receive", str(workers), str(replicas)]
         self.process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=environment())
         assert self.process.stdout
         self.url = next(line for line in self.process.stdout if line.startswith("http://")).strip()
@@ -66,14 +66,17 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[Callable[[int], Server]]:
-    """``servers(WORKERS)``: a server of so many workers; each is started once while it lives: a start takes seconds."""
-    started: dict[int, Server] = {}
+def servers() -> Iterator[Callable[[int, int], Server]]:
+    """``servers(WORKERS, REPLICAS)``: a server with so many workers in each replica.
 
-    def of(workers: int) -> Server:
-        if workers not in started or started[workers].process.poll() is not None:
-            started[workers] = Server(workers)
-        return started[workers]
+    Each is started once while it lives: a start takes seconds.
+    """
+    started: dict[tuple[int, int], Server] = {}
+
+    def of(*sizes: int) -> Server:
+        if sizes not in started or started[sizes].process.poll() is not None:
+            started[sizes] = Server(*sizes)
+        return started[sizes]
 
     yield of
     for server in started.values():
@@ -81,24 +84,25 @@ def servers() -> Iterator[Callable[[int], Server]]:
         server.process.wait()
 
 
-@pytest.fixture(params=[1])
-def workers(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
+@pytest.fixture(params=[(1, 1)])
+def sizes(request: pytest.FixtureRequest) -> tuple[int, int]:
+    """The numbers of workers in a replica, and of replicas."""
+    return request.param
 
 
 @pytest.fixture
-def server(servers: Callable[[int], Server], workers: int) -> Server:
-    running = servers(workers)
+def server(servers: Callable[[int, int], Server], sizes: tuple[int, int]) -> Server:
+    running = servers(*sizes)
     running.order()
     return running
 
 
 @pytest.fixture
-def client(connect: Any, server: Server, monkeypatch: pytest.MonkeyPatch) -> NcclClient:
+def client(connect: Any, server: Server, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> NcclClient:
     """Return a client that has not joined a group yet."""
     nccl_sides.without_cuda(monkeypatch.setattr)
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
-    nccl_client = connect(client=NcclClient, server_request_timeout=20.0)
+    nccl_client = connect(client=NcclClient, server_request_timeout=20.0, vllm_data_parallel_size=sizes[1])
     assert isinstance(nccl_client, NcclClient)
     nccl_client.group_port = nccl_sides.free_port()
     return nccl_client
@@ -115,8 +119,12 @@ def steps(calls: list[str]) -> list[str]:
     return [call for call in calls if call in (INIT, START, UPDATE, FINISH)]
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=ROTATES)], indirect=True)
-def test_weights_arrive_whole_in_order_and_through_several_buffers(client, server, workers):
+@pytest.mark.parametrize(
+    "sizes", [(1, 1), pytest.param((2, 1), marks=ROTATES), pytest.param((2, 2), marks=ROTATES)], indirect=True, ids=str
+)
+def test_weights_arrive_whole_in_order_and_through_several_buffers(client, server, sizes):
+    """All workers of all replicas are in the group, and rank 0 is the trainer."""
+    workers = sizes[0] * sizes[1]
     client.init_communicator("cuda")
     for changed in ("", "steps"):
         send(client, changed)
@@ -239,7 +247,7 @@ def test_a_server_that_is_killed_in_the_middle_of_a_transfer_ends_it_with_its_ca
 
 
 def test_a_server_without_the_transfer_is_refused_before_any_group(client, server, monkeypatch):
-    monkeypatch.setattr(client, "call_workers", lambda method: [{"weight_transfer_config": None}])
+    monkeypatch.setattr(client, "call_workers", lambda method: [[{"weight_transfer_config": None}]])
     with pytest.raises(RuntimeError, match="no weight-transfer engine"):
         client.init_communicator("cuda")
     assert steps(server.seen().calls) == []

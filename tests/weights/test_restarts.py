@@ -15,7 +15,7 @@ import torch
 from grpo_recipes.recipe.registry import SYNC_METHODS
 from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import StopRequest
-from grpo_recipes.server.wire import COMPLETIONS_PATH
+from grpo_recipes.server.wire import COMPLETIONS_PATH, WORKERS_PATH
 from grpo_recipes.trainers import rank
 from grpo_recipes.weights import client as client_module
 from grpo_recipes.weights.bridges import CLIENTS
@@ -104,7 +104,7 @@ def test_a_generation_that_a_death_cuts_is_repeated_with_the_same_seeds(connect,
 def test_a_weight_load_that_a_death_cuts_is_repeated(connect, state, server, restart) -> None:
     client = connect()
     client._held = {"parameters": {"w": [0, "float32"]}, "packed": {}}
-    server.loses["/collective_rpc"] = 2
+    server.loses[WORKERS_PATH] = 2
     server.refuses.add("/health")
     replacements: list[FakeServer] = []
     death = later(lambda: replacements.append(restart()))

@@ -59,7 +59,7 @@ class LocalClient(SharedClient):
 
     def call_workers(self, method: str, **kwargs):
         self.asked.append(method)
-        return [json.loads(json.dumps(getattr(self.worker, method)(**kwargs)))]
+        return [[json.loads(json.dumps(getattr(self.worker, method)(**kwargs)))]]
 
     def pause(self, mode: str, timeout: float | None = None) -> None:
         self.asked.append(f"pause {mode}")

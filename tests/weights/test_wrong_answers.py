@@ -13,7 +13,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from grpo_recipes.server.wire import COMPLETIONS_PATH, flatten_completions, pack_completions, unpack_completions
+from grpo_recipes.server.middleware import SYNCED_PATH
+from grpo_recipes.server.wire import (
+    COMPLETIONS_PATH,
+    WORKERS_PATH,
+    flatten_completions,
+    pack_completions,
+    unpack_completions,
+)
 from grpo_recipes.weights import client as client_module
 from grpo_recipes.weights import connection
 from grpo_recipes.weights.file import FileClient
@@ -21,9 +28,9 @@ from grpo_recipes.weights.transport import BadAnswer, ServerError, check_complet
 from weights.fake_server import WEIGHT, FakeServer
 
 PROMPTS = [[1], [2]]
-RESET = "/reset_prefix_cache"
+RESET = SYNCED_PATH
 FORCED = f"{RESET}?reset_running_requests=true"
-PATHS = [COMPLETIONS_PATH, "/pause?mode=keep", "/resume", "/collective_rpc", "/grpo/activity", RESET]
+PATHS = [COMPLETIONS_PATH, "/pause?mode=keep", "/resume", WORKERS_PATH, "/grpo/activity", RESET]
 
 
 def body(
@@ -94,7 +101,7 @@ def impatient(connect: Callable[..., FileClient], healthy: tuple[FileClient, Any
 @example(path=COMPLETIONS_PATH, answer=(500, b"{}"), times=1)
 @example(path="/pause?mode=keep", answer=(503, b"{}"), times=1)
 @example(path="/resume", answer=(503, b"{}"), times=2)
-@example(path="/collective_rpc", answer=(500, b"{}"), times=2)
+@example(path=WORKERS_PATH, answer=(500, b"{}"), times=2)
 @example(path=COMPLETIONS_PATH, answer=(200, None), times=2)
 @example(path=RESET, answer=(500, b"{}"), times=2)
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
@@ -173,7 +180,7 @@ def test_the_log_of_the_server_is_named(healthy, server, tmp_path) -> None:
 
 
 def test_another_vllm_of_this_name_is_said_to_be_one(healthy, server) -> None:
-    server.wrong = {"/collective_rpc": (500, b"'Worker' object has no attribute 'grpo_config'", 99)}
+    server.wrong = {WORKERS_PATH: (500, b"'Worker' object has no attribute 'grpo_config'", 99)}
     with pytest.raises(ServerError, match=r"no attribute 'grpo_config'.* is it one that grpo launch started") as error:
         healthy[0].get_server_info()
     assert "\n" not in str(error.value)

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, find_code_root, module_command
-from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.devices import Resources, count_server_gpus
 from grpo_recipes.plan.preflight import FLASHINFER_SAMPLER
 from grpo_recipes.plan.roles import describe_data, load_roles
 from grpo_recipes.plan.types import MEETING_SECONDS, Names, OnLoss, Plan, Process
@@ -240,11 +240,17 @@ def _plan_server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], nam
     for part in load_roles():
         variables |= part.server_variables(recipe, names)
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(plan.server_gpus)
-    if plan.device == "cpu" and recipe.server.tensor_parallel_size > 1:
+    if plan.device == "cpu" and count_server_gpus(recipe) > 1:
         # By default vLLM requires a NUMA node for each worker.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = environment.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if plan.device == "cpu" and plan.replicas > 1:
+        # By default each replica starts a thread per core. The number of threads changes results in the last bits.
+        variables["OMP_NUM_THREADS"] = environment.get("OMP_NUM_THREADS", "1")
     host, port = plan.server_host, plan.ports.server
     argv = server_command(recipe, plan.model, names.served, host, port, plan.device, plan.max_num_seqs)
+    if plan.replicas > 1:
+        # A second API server would neither see the first one's requests nor load adapters.
+        argv += ["--data-parallel-size", str(plan.replicas), "--api-server-count", "1"]
     if plan.bridge == "lora":
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
         argv += ["--enable-lora", "--max-lora-rank", str(next(rank for rank in LORA_RANKS if rank >= recipe.lora.r))]

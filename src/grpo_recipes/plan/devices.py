@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from grpo_recipes.errors import config_error, translate_errors
+from grpo_recipes.errors import ConfigError, config_error, translate_errors
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import catalogue_trl
 from grpo_recipes.recipe.registry import built_for_cpu
@@ -195,8 +195,8 @@ def shares_gpu(recipe: Recipe, resources: Resources, mode: str) -> bool:
 def require_shareable_gpu(recipe: Recipe, resources: Resources, mode: str, bridge: str | None) -> None:
     """Raise ConfigError if the recipe sets ``vllm_gpu: shared``, but the server and rank 0 can't be on one GPU.
 
-    The weight sync method ``bridge`` may need a GPU for each, and ``vllm_node: own`` puts no trainer on the server's
-    node. On CPU and without a server, nothing is checked.
+    The weight sync method ``bridge`` may need a GPU for each, replicas need several GPUs, and ``vllm_node: own`` puts
+    no trainer on the server's node. On CPU and without a server, nothing is checked.
     """
     if recipe.server.gpu != "shared" or mode != "server" or resources.device == "cpu":
         return
@@ -205,6 +205,9 @@ def require_shareable_gpu(recipe: Recipe, resources: Resources, mode: str, bridg
         reason = "NCCL can't join two processes on one GPU" if bridge == "nccl" else "a new server needs a free GPU"
         problem = f"vllm_gpu: shared and weight_sync: {bridge} can't be combined: {reason}"
         raise config_error(source, problem, "set weight_sync: file, or remove vllm_gpu")
+    if recipe.server.data_parallel_size > 1:
+        problem = "vllm_gpu: shared and vllm_data_parallel_size above 1 can't be combined: a replica needs its own GPU"
+        raise config_error(source, problem, "remove vllm_gpu, or remove vllm_data_parallel_size")
     if recipe.server.node == "own":
         problem = "vllm_gpu: shared and vllm_node: own can't be combined: no trainer is on the server's node"
         raise config_error(source, problem, "remove vllm_gpu, or set vllm_node: shared")
@@ -225,15 +228,29 @@ def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[s
     if mode != "server" or resources.device == "cpu":
         return (), node_gpus
     first, *later_nodes = node_gpus
-    parallel, shared = recipe.server.tensor_parallel_size, shares_gpu(recipe, resources, mode)
+    shared, serving = shares_gpu(recipe, resources, mode), count_server_gpus(recipe)
     most = len(first) - (1 if not later_nodes and not shared else 0)
-    if parallel > most:
+    if serving > most:
         no_trainer = f"leaves no GPU to train on ({len(first)} visible)"
         problem = f"exceeds the {len(first)} GPUs of the first node" if later_nodes else no_trainer
-        fix = f"set vllm_tensor_parallel_size: {most} or less, or request more GPUs"
-        source = recipe.source("vllm_tensor_parallel_size")
-        raise config_error(source, f"vllm_tensor_parallel_size {parallel} {problem}", fix)
-    return first[:parallel], [() if separate_node else first[0 if shared else parallel :], *later_nodes]
+        raise _make_server_size_error(recipe, problem, most)
+    return first[:serving], [() if separate_node else first[0 if shared else serving :], *later_nodes]
+
+
+def count_server_gpus(recipe: Recipe) -> int:
+    """Return the number of GPUs of the vLLM server: all replicas together."""
+    return recipe.server.tensor_parallel_size * recipe.server.data_parallel_size
+
+
+def _make_server_size_error(recipe: Recipe, problem: str, most: int) -> ConfigError:
+    """Return the ConfigError for a server with more than ``most`` GPUs; ``problem`` follows its size in the message."""
+    parallel, replicas = recipe.server.tensor_parallel_size, recipe.server.data_parallel_size
+    key, limit, size = "vllm_tensor_parallel_size", max(1, most // replicas), f"vllm_tensor_parallel_size {parallel}"
+    if replicas > 1:
+        size = f"vllm_data_parallel_size {replicas} x {size}"
+        if parallel <= most:
+            key, limit = "vllm_data_parallel_size", most // parallel
+    return config_error(recipe.source(key), f"{size} {problem}", f"set {key}: {limit} or less, or request more GPUs")
 
 
 def require_exportable_memory(environment: Mapping[str, str]) -> None:

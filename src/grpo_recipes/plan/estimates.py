@@ -79,7 +79,7 @@ class Workload(dict[str, Any]):
             raise UnknownShape("no key limits the length of a sequence; set max_prompt_length")
         if plan.accelerator == "custom":
             raise UnknownShape("the effect of CONFIG_FILE on memory is unknown; unset it")
-        facts = {
+        return cls({
             **model,
             "per_device_train_batch_size": plan.batch.per_device,
             "vllm_max_model_length": longest or model["positions"],
@@ -91,10 +91,10 @@ class Workload(dict[str, Any]):
             "completion": min(sequence, completion or sequence),  # tokens of the longest completion
             "low": mixed_precision(recipe) != "no",  # whether a forward pass computes in 16 bits
             "reference": recipe.loss.beta != 0.0 or bool(plan.maxent and plan.maxent.beta),
+            "replicas": plan.replicas,
             **{name: getattr(plan, name) for name in ("device", "mode", "accelerator", "bridge", "gpu_shared")},
             **{key: recipe[key] for key in _KEYS},
-        }
-        return cls(facts)
+        })  # fmt: skip
 
     @property
     def element(self) -> int:
@@ -300,7 +300,8 @@ class Workload(dict[str, Any]):
             widest = max(mlp, self["hidden"]) + 3 * self["hidden"]
             return parts | {"activations": _BATCHED_TOKENS * widest * self.served}
         transit = {"weights in transit": weights} if self["bridge"] == "file" else {}
-        return parts | {"KV cache": CPU_KV_CACHE_GIB * GIB} | transit
+        parts |= {"KV cache": CPU_KV_CACHE_GIB * GIB} | transit
+        return {name: size * (1 if name == "libraries" else self.get("replicas", 1)) for name, size in parts.items()}
 
     def sequence_cache(self, length: int) -> int:
         """Return the KV cache of one sequence of ``length`` tokens on one of the server's GPUs."""

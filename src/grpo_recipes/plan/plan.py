@@ -111,6 +111,7 @@ def make_plan(
         placement=placement,
         server_apart=server_apart,
         gpu_shared=gpu_shared,
+        replicas=recipe.server.data_parallel_size if mode == "server" else 1,
         unused_gpus=devices.find_unused_gpus(resources, devices.list_used_gpus(server_gpus, placement)),
         accelerator=accelerator,
         accelerate_file=find_accelerate_file(accelerator, environment),
@@ -231,6 +232,7 @@ def _requested_completions(recipe: Recipe, plan: Plan, default: int) -> int:
         requested = max(requested, most_benchmark)
     if plan.mode == "colocate":
         return -(-requested * recipe.server.tensor_parallel_size // world_size)
+    requested = -(-requested // plan.replicas)
     return max(requested, default) if any(part.samples_by_itself(recipe) for part in load_roles()) else requested
 
 
@@ -276,6 +278,10 @@ def _choose_mode(recipe: Recipe, resources: Resources) -> str:
         if recipe.sampling.overlap_generation:
             problem = "overlap_generation needs a second GPU for the server, but only one is visible"
             raise config_error(recipe.source("overlap_generation"), problem, "remove it, or request more GPUs")
+        if recipe.server.data_parallel_size > 1:
+            problem = "vllm_data_parallel_size needs a GPU for each replica, but only one is visible"
+            fix = "remove it, or request more GPUs"
+            raise config_error(recipe.source("vllm_data_parallel_size"), problem, fix)
         if recipe.server.args:
             problem = "vllm_args needs a vLLM server next to the trainer, but only one GPU is visible"
             fix = "remove it, or request more GPUs, or set vllm_gpu: shared (one GPU for both)"
@@ -348,8 +354,10 @@ def find_accelerate_file(accelerator: str, environment: Mapping[str, str]) -> st
 def format_gpu_map(plan: Plan) -> list[str]:
     """Return a line for each node with the processes on its GPUs; no line for a plan on CPU."""
     uses: dict[int, dict[str, str]] = {}
-    for gpu in plan.server_gpus:
-        uses.setdefault(0, {})[gpu] = "vLLM server"
+    size = len(plan.server_gpus) // plan.replicas
+    for index, gpu in enumerate(plan.server_gpus):
+        replica = f" (replica {index // size})" if plan.replicas > 1 else ""
+        uses.setdefault(0, {})[gpu] = f"vLLM server{replica}"
     for placement in plan.placement:
         for gpu in placement.gpus:
             trainer = "trainer with vLLM" if plan.mode == "colocate" else "trainer"

@@ -44,7 +44,8 @@ class Ports:
     server: int  # the vLLM server
     group: int  # the NCCL group for weight transfers
     main_process: int  # the trainers' rendezvous
-    vllm_internal: int | None  # first of vLLM's internal ports, None if vLLM chooses them
+    # First of vLLM's internal ports, None if vLLM chooses them. Replicas would all choose the same port from it.
+    vllm_internal: int | None
     extensions: dict[str, int] = field(default_factory=dict)  # processes of extensions, by the recipe key of the port
 
     def by_key(self, server: bool = True) -> dict[str, int]:
@@ -74,7 +75,7 @@ def plan_ports(recipe: Recipe, job: SlurmJob | None) -> Ports:
         last = base + _BLOCK_SIZE - 1
         numbers = dict(zip(DEFAULT_PORTS, range(base, base + 3), strict=True))
         numbers |= {key: last - index for index, key in enumerate(extension_keys)}
-        internal = base + 3
+        internal = base + 3 if recipe.server.data_parallel_size == 1 else None
     return _make_ports({key: recipe[key] if recipe.is_set(key) else port for key, port in numbers.items()}, internal)
 
 

@@ -157,6 +157,7 @@ class Plan:
     threads: int  # CPU threads of one training process; on CPU, they change results in the last bits
     notes: list[str]  # notes for the user
     processes: list[Process] = field(default_factory=list)  # in the order of their start; set by with_processes
+    replicas: int = 1  # engines of the server, each on an equal part of server_gpus
     # Most completions that a vLLM engine generates at the same time; None: vLLM's default.
     max_num_seqs: int | None = None
     weight_bytes: int = 0  # size of the model's files on this machine; set by with_processes
@@ -166,7 +167,8 @@ class Plan:
     @property
     def vllm(self) -> str:
         """The source of completions and the weight sync method, for the printed plan."""
-        return f"{self.mode}{f', weights by {self.bridge}' if self.bridge else ''} ({self.why_bridge})"
+        replicas = f" of {self.replicas} replicas" if self.replicas > 1 else ""
+        return f"{self.mode}{replicas}{f', weights by {self.bridge}' if self.bridge else ''} ({self.why_bridge})"
 
     def process(self, role: str) -> Process | None:
         """Return the first process of a role, or None."""

@@ -266,8 +266,8 @@ _IDLE: tuple[Idle, ...] = (
     Idle("eval_*", lambda r: not rules.evaluates(r), "eval_strategy"),
     Idle("wandb_*", lambda r: "wandb" not in rules.reports_to(r), "report_to: wandb"),
     Idle("weight_sync_timeout vllm_server_host vllm_server_port vllm_group_port vllm_node vllm_gpu "
-        "vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_max_model_length vllm_max_num_seqs vllm_args "
-        "server_restarts server_stall_timeout",
+        "vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_data_parallel_size vllm_max_model_length "
+        "vllm_max_num_seqs vllm_args server_restarts server_stall_timeout",
         rules.uses_external_server, "a server that the launch starts (vllm_server_base_url is external)"),
     Idle("server_backend", lambda r: not rules.uses_external_server(r), "vllm_server_base_url"),
     Idle("max_concurrent_requests", lambda r: not rules.uses_external_server(r) and not rules.starts_server(r),

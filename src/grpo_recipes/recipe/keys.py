@@ -276,7 +276,7 @@ SHELL_VARIABLES: dict[str, str] = {
     "TASK": "for slurm/train.slurm: --task, grpo or maxent",
     "CONFIG_SUFFIX": "for slurm/train.slurm: --config, the recipe config_SUFFIX.yaml",
     "TP": "for slurm/train.slurm: --tp, GPUs of the vLLM server",
-    "DP": "for slurm/train.slurm: --dp, 1",
+    "DP": "for slurm/train.slurm: --dp, replicas of the vLLM server",
     "OPTIONAL_ARGS": "for slurm/train.slurm: --args, further options of grpo launch",
 }
 

@@ -1,6 +1,7 @@
-"""Check by config.json, if it is on this machine, whether a model reads pictures or is an encoder-decoder.
+"""Check by config.json, if it is on this machine, whether a model can be trained and served as the recipe says.
 
-A model that reads pictures gets only text, and only its text part is trained. No torch.
+An encoder-decoder is rejected, and so are replicas of a mixture of experts. A model that reads pictures gets only text,
+and only its text part is trained. No torch.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from grpo_recipes.recipe.chat_template import model_folder
 from grpo_recipes.recipe.rules import uses_external_server
 
 KEY = "model_name_or_path"
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names as vLLM reads them
 _TEXT_MODEL = "set model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct or another text model"
 
 
@@ -31,10 +33,17 @@ def reads_pictures(config: Mapping[str, Any]) -> bool:
     return isinstance(config.get("vision_config"), dict)
 
 
-def kind_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield a problem if the model is an encoder-decoder, or reads pictures and vLLM can't serve it here.
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Return whether a model's config.json describes a mixture of experts."""
+    text = config.get("text_config")
+    return any(part.get(name) for part in (config, text if isinstance(text, dict) else {}) for name in _EXPERT_COUNTS)
 
-    vLLM needs torchvision for models that read pictures. An external server is not checked.
+
+def kind_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield a problem if the model is an encoder-decoder, or if vLLM can't serve it here as the recipe says.
+
+    vLLM needs torchvision for models that read pictures, and it splits experts over all replicas. An external server is
+    not checked.
     """
     config = model_config(recipe, environment)
     if config.get("is_encoder_decoder") is True:
@@ -45,6 +54,9 @@ def kind_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Pr
     if starts_vllm and reads_pictures(config) and importlib.util.find_spec("torchvision") is None:
         fault = "the model reads pictures, and vLLM can't serve it without torchvision, which is not installed"
         yield recipe.problem(KEY, fault, f"{_TEXT_MODEL}, or set use_vllm: false")
+    if starts_vllm and recipe.server.data_parallel_size > 1 and has_experts(config):
+        fault = "the model is a mixture of experts, and vLLM would give each replica only a part of the experts"
+        yield recipe.problem("vllm_data_parallel_size", fault, "set vllm_data_parallel_size: 1")
 
 
 def kind_note(recipe: Recipe, environment: Mapping[str, str]) -> str:

@@ -27,6 +27,7 @@ SETUPS = {
     "full": "training of all weights",
     "lora": "LoRA (use_peft)",
     "tensor_parallel": "vllm_tensor_parallel_size above 1",
+    "replicas": "vllm_data_parallel_size above 1",
     "nodes": "server and rank 0 on two nodes",  # for vLLM inside the trainers: trainers on two nodes
 }
 YES = "yes"  # tested on CPU
@@ -72,6 +73,7 @@ SYNC_METHODS = {
             custom=_MAY_SPLIT,
             lora="no training process has the merged weights",
             tensor_parallel="each worker has a part of the weights",
+            replicas="each replica has its own copy of the weights",
             nodes="memory ends at the node",
         ),
     ),
@@ -83,7 +85,12 @@ SYNC_METHODS = {
 }
 COLOCATE = "colocate"  # vLLM runs inside the trainers and loads the weights directly
 # All methods that send weights to vLLM: `grpo check` and the plan enforce this table, and the docs print it.
-SYNC_TABLE = {**SYNC_METHODS, COLOCATE: SyncMethod(reconnects=frozenset(), serves=_serving(YES))}
+SYNC_TABLE = {
+    **SYNC_METHODS,
+    COLOCATE: SyncMethod(
+        reconnects=frozenset(), serves=_serving(YES, replicas="each trainer already has its own vLLM")
+    ),
+}
 EXTERNAL = "external"  # an external server, which loads the weights from files
 NOT_WITH_LORA = ("zero3", "fsdp2")  # accelerators with which no method has been shown to send an adapter to vLLM
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the sizes for which vLLM reserves memory

@@ -243,6 +243,7 @@ class Server(Section):
     max_model_length = Key[int | None]("vllm_max_model_length")
     max_num_seqs = Key[int | None]("vllm_max_num_seqs")
     tensor_parallel_size = Key[int]("vllm_tensor_parallel_size")
+    data_parallel_size = Key[int]("vllm_data_parallel_size")
     gpu_memory_utilization = Key[float]("vllm_gpu_memory_utilization")
     enforce_eager = Key[bool]("vllm_enforce_eager")
     enable_sleep_mode = Key[bool]("vllm_enable_sleep_mode")

@@ -49,8 +49,10 @@ def sync_problem(
 
     ``apart`` means that vLLM and rank 0 run on different nodes. ``device`` is "cpu", "cuda", or None if it is unknown.
     """
-    parallel = recipe.server.tensor_parallel_size > 1
-    setups = [accelerator, "lora" if recipe.lora.use_peft else "full", *(["tensor_parallel"] if parallel else [])]
+    server = recipe.server
+    setups = [accelerator, "lora" if recipe.lora.use_peft else "full"]
+    setups += ["tensor_parallel"] if server.tensor_parallel_size > 1 else []
+    setups += ["replicas"] if server.data_parallel_size > 1 else []
     setups += ["nodes"] if apart else []
     working = f"weight_sync: {' or '.join(sync_methods_for(setups, device))}"
     key, name = "weight_sync", method

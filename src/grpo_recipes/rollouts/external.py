@@ -133,7 +133,8 @@ class ExternalClient(BridgeClient):
     def _load(self, folder: str) -> None:
         """Let the server load the weights in this folder. Raise BadAnswer if it rejects them."""
         if self._args.server_backend == VLLM:
-            self.call_workers("reload_weights", weights_path=folder)
+            body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+            self._post(f"{self.base_url}/collective_rpc", json=body)
             return
         path = "/update_weights_from_disk"
         answer = self._post(f"{self.base_url}{path}", json={"model_path": folder, "flush_cache": True})

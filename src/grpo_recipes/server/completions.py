@@ -19,6 +19,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
 from grpo_recipes.recipe.extensions import parts
+from grpo_recipes.server import replicas
 from grpo_recipes.server.wire import COMPLETIONS_PATH, flatten_completions, pack_completions
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class AddServerEndpoints:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Add the endpoints at the application's startup event; pass every request on."""
         if scope["type"] == "lifespan":
-            for endpoints in (router, *parts("server_routes")):
+            for endpoints in (router, replicas.router, *parts("server_routes")):
                 scope["app"].include_router(endpoints)
         await self._app(scope, receive, send)
 

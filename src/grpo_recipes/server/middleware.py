@@ -23,7 +23,7 @@ ACTIVITY_PATH = "/grpo/activity"
 # Header with the optimizer step of the server's weights. The trainer sends it with the request that ends a sync. From
 # then on every answer carries the step that was current when its request arrived.
 POLICY_HEADER = "X-Grpo-Policy"
-SYNCED_PATH = "/reset_prefix_cache"  # a request to this path ends a sync
+SYNCED_PATH = "/grpo/reset_prefix_cache"  # a request to this path ends a sync
 _POLICY = POLICY_HEADER.lower().encode()  # ASGI uses lower-case bytes for names of headers
 GENERATE_PATH = "/generate"  # environments in other terminals sample here with token ids
 ENVIRONMENT_PATHS = ("/health", GENERATE_PATH, "/v1/models", "/v1/completions", "/v1/chat/completions")
@@ -152,9 +152,9 @@ class _RecordedAnswer:
         await self._send(message)
 
     def is_success(self) -> bool:
-        """Return whether the body is JSON with ``success: true``: vLLM has emptied its prefix cache.
+        """Return whether the body is JSON with ``success: true``: every replica has emptied its prefix cache.
 
-        vLLM does not empty it while a request uses a part of it.
+        A replica does not empty it while a request uses a part of it.
         """
         with contextlib.suppress(ValueError, AttributeError):
             return json.loads(self._body).get("success") is True

@@ -259,7 +259,7 @@ def _move_into_file(parameters: Mapping[str, torch.nn.Parameter], file: str) -> 
 
 
 class WeightReport:
-    """A mixin of vLLM's worker that loads and reports weights; the trainer calls it through ``/collective_rpc``."""
+    """A mixin of vLLM's worker that loads and reports weights; the trainer calls it through ``WORKERS_PATH``."""
 
     # Attributes and methods of the worker.
     vllm_config: Any

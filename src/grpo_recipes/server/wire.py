@@ -18,6 +18,8 @@ from safetensors.numpy import load, save
 from grpo_recipes.errors import translate_errors
 
 COMPLETIONS_PATH = "/grpo/completions"
+WORKERS_PATH = "/grpo/workers"  # calls a method of every worker of every replica
+REPLICA_HEADER = "X-data-parallel-rank"  # vLLM's header with the replica that must answer a request
 BYTES_PER_TOKEN = 8  # an id and a log-prob
 LOWEST_LOGPROB = -9999.0  # represents minus infinity, as in vLLM's own answers
 

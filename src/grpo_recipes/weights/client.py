@@ -34,7 +34,13 @@ from grpo_recipes.runs.rundir import SERVER_STATE
 from grpo_recipes.runs.server_state import read_server_state, read_server_url, server_listener
 from grpo_recipes.runs.stop_request import POLL_SECONDS, StopRequest
 from grpo_recipes.server.middleware import ACTIVITY_PATH, POLICY_HEADER, SYNCED_PATH
-from grpo_recipes.server.wire import BYTES_PER_TOKEN, COMPLETIONS_PATH, flatten_completions, unpack_completions
+from grpo_recipes.server.wire import (
+    BYTES_PER_TOKEN,
+    COMPLETIONS_PATH,
+    REPLICA_HEADER,
+    flatten_completions,
+    unpack_completions,
+)  # fmt: skip
 from grpo_recipes.trainer_protocol import Trainer
 from grpo_recipes.weights.connection import ServerConnection
 from grpo_recipes.weights.guard import (
@@ -85,6 +91,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
 
     def __init__(self, *, args: GRPOConfig, run_dir: Path, seed: int | None, stop: StopRequest, **kwargs: Any) -> None:
         self._args, self._run_seed, self.stop = args, seed, stop
+        self._replicas = args.vllm_data_parallel_size
         self._run_dir, self._state_file = run_dir, run_dir / SERVER_STATE
         self.vocabulary: int | None = None  # number of token ids of the trained model
         self.checksum_error: str | None = None  # why the last sync failed the checksum
@@ -178,13 +185,10 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         return result[0]
 
     def get_server_info(self) -> dict[str, Any]:
-        """Return the configuration that TRL reads, from a worker. Raise ServerError for a foreign vLLM."""
+        """Return the configuration that TRL reads, equal in all workers. Raise ServerError for a foreign vLLM."""
         foreign = "is it one that grpo launch started? Another vLLM of this name cannot take the trainer's weights"
-        with (
-            translate_errors(BadAnswer, lambda error: ServerError(f"{error}; {foreign}")),
-            self._translate_parse_errors("/collective_rpc"),
-        ):
-            return dict(self._repeat_through_restarts(partial(self.call_workers, "grpo_config"))[0])
+        with translate_errors(BadAnswer, lambda error: ServerError(f"{error}; {foreign}")):
+            return self._repeat_through_restarts(self.request_config)
 
     # --- restarts of the server ------------------------------------------------------------------------------------
 
@@ -281,7 +285,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         """Send every tensor, materialized one at a time; with the guard, verify them and set ``checksum_error``."""
         with self._ignoring_failures_while_stopping():
             if self._args.weight_guard and not self._held:
-                self._held = self._repeat_through_restarts(self._request_reports)[0]
+                self._held = self._repeat_through_restarts(self._request_reports)[0][0]
             self._send(metadata, self._compute_fingerprints(named_params) if self._args.weight_guard else named_params)
             self._repeat_through_restarts(self._verify)
         for _ in named_params:  # only if the run stops: the other ranks still gather the remaining tensors
@@ -296,27 +300,15 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         raise NotImplementedError
 
     def _verify(self) -> None:
-        """With the guard, compare the server's parameters with those sent last, and set ``self.checksum_error``."""
+        """With the guard, compare every replica's parameters with those sent last, and set ``self.checksum_error``."""
         if self._args.weight_guard:
-            reports = self._request_reports()
-            wrong = find_differences(self._sent_values(), reports)
-            self.checksum_error = describe_checksum_error(self.bridge, wrong, self._sync, reports)
+            sent, replicas = self._sent_values(), self._request_reports()
+            wrong = [find_differences(sent, reports) for reports in replicas]
+            self.checksum_error = describe_checksum_error(self.bridge, wrong, self._sync, replicas)
 
     def _sent_values(self) -> dict[str, int]:
         """Return the fingerprint of each parameter that was sent last."""
         return {name: int(value) for name, value in self._streamed.items()}
-
-    def _request_reports(self) -> list[dict[str, Any]]:
-        """Return each worker's report of its parameters (``grpo_weights``); raise BadAnswer for a malformed one."""
-        reports = self.call_workers("grpo_weights")
-        with self._translate_parse_errors("/collective_rpc"):
-            for report in reports:
-                parameters, _, _ = report["parameters"], dict(report["packed"]), int(report["sync"])
-                if not all(type(value) is int and hasattr(torch, dtype) for value, dtype, *_ in parameters.values()):
-                    raise ValueError("a parameter without fingerprint and dtype")
-                if parameters.keys() != reports[0]["parameters"].keys():
-                    raise ValueError("workers that hold different parameters")
-        return reports
 
     def _compute_fingerprints(self, named_params: NamedTensors) -> NamedTensors:
         """Yield the tensors, and store their fingerprints: computed on CPU in a thread, on a GPU in its stream."""
@@ -379,7 +371,9 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         def sample(index: int) -> Rows:
             seed = {} if seeds is None else {"seed": seeds[index]}
             priority = {"priority": index} if ordered else {}
-            return self._completions(prompts[index], n, {**kwargs, **seed, **priority, **extra})
+            # The completions of a forward pass decide the last bits of log-probs, so they must not depend on the load.
+            replica = index % self._replicas if ordered and self._replicas > 1 else None
+            return self._completions(prompts[index], n, {**kwargs, **seed, **priority, **extra}, replica)
 
         def sample_all() -> dict[str, Any]:
             """Send requests, a limited number at a time, and join the answers in the order of the prompts."""
@@ -419,13 +413,17 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         workers += [run_in_thread(work) for _ in range(min(self._args.max_concurrent_requests, len(indices)))]
         return workers
 
-    def _completions(self, prompt: Sequence[int], n: int, sampling: dict[str, Any]) -> Rows:
-        """Request ``n`` completions of a prompt; return ids and log-probs. Raise BadAnswer for another number."""
+    def _completions(self, prompt: Sequence[int], n: int, sampling: dict[str, Any], replica: int | None = None) -> Rows:
+        """Request ``n`` completions of a prompt; return ids and log-probs. Raise BadAnswer for another number.
+
+        With ``replica=None``, vLLM chooses the replica of each completion.
+        """
         if (regex := sampling.pop("structured_outputs_regex", None)) is not None:
             sampling.setdefault("structured_outputs", {"regex": regex})
         request = {"model": self.model, "prompt": prompt, "n": n, **_TRL_SAMPLING, **sampling}
         self._adapter.raise_size_limit(MAX_BYTES + BYTES_PER_TOKEN * n * request["max_tokens"])
-        answer = self.session.post(f"{self.base_url}{COMPLETIONS_PATH}", json=request)
+        headers = {} if replica is None else {REPLICA_HEADER: str(replica)}
+        answer = self.session.post(f"{self.base_url}{COMPLETIONS_PATH}", json=request, headers=headers)
         if answer.status_code != 200:
             raise self._make_rejected_error(COMPLETIONS_PATH, answer)
         with self._translate_parse_errors(COMPLETIONS_PATH):

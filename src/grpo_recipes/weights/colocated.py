@@ -67,7 +67,7 @@ class ColocatedGeneration(SamplingSeeds, Generation):
         self.transfers += 1
         if self._guards:
             sent = {name: int(value) for name, value in self._sent.items()}
-            self.checksum_error = describe_checksum_error(BRIDGE, find_differences(sent, self._request_reports()))
+            self.checksum_error = describe_checksum_error(BRIDGE, [find_differences(sent, self._request_reports())])
 
     def _iter_named_params(self) -> Tensors:
         """Yield the parameters inside vLLM's own layerwise reload, and store their fingerprints for the guard.

@@ -7,14 +7,17 @@ server and sampling.
 import contextlib
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import requests
+import torch
 from trl.generation.vllm_client import VLLMClient
 
 from grpo_recipes.errors import translate_errors
 from grpo_recipes.runs.rundir import Run, load_json_mapping
+from grpo_recipes.server.wire import WORKERS_PATH
 from grpo_recipes.weights.transport import QUICK_SECONDS, Answer, BadAnswer, ServerError
 
 _ATTEMPTS, _RETRY_SECONDS = 3, 0.5  # attempts after bad answers; the pause grows by this much each time
@@ -27,6 +30,7 @@ class ServerConnection(VLLMClient):
     base_url: str
     session: requests.Session
     _run_dir: Path
+    _replicas = 1  # engines of the server
 
     def served_names(self) -> list[str] | None:
         """Return the names of the served models, or None if no vLLM server answers. Raise nothing.
@@ -41,12 +45,39 @@ class ServerConnection(VLLMClient):
                 return [model["id"] for model in answer.json()["data"]]
         return None
 
-    def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call a method of every worker; return one result per worker. Raise BadAnswer without results."""
-        answer = self._post(f"{self.base_url}/collective_rpc", json={"method": method, "kwargs": kwargs})
-        if not (isinstance(results := answer.get("results"), list) and results):
-            raise self._make_bad_answer("/collective_rpc", f"gave no results of {method}")
-        return results
+    def call_workers(self, method: str, **kwargs: Any) -> list[list[Any]]:
+        """Call a method of every worker; return a list for each replica, with the result of each of its workers.
+
+        Raise BadAnswer if the results of a replica are missing, or if replicas have different numbers of workers.
+        """
+        answer = self._post(f"{self.base_url}{WORKERS_PATH}", json={"method": method, "kwargs": kwargs})
+        results = answer.get("results")
+        replicas: list[Any] = results if isinstance(results, list) else []
+        counts = [len(replica) if isinstance(replica, list) else 0 for replica in replicas]
+        if len(counts) != self._replicas or 0 in counts or len({*counts}) > 1:
+            expected = "one or more workers" if self._replicas == 1 else f"all workers of {self._replicas} replicas"
+            problem = f"gave {counts} results of {method}, expected a result of {expected}"
+            raise self._make_bad_answer(WORKERS_PATH, problem)
+        return replicas
+
+    def request_config(self) -> dict[str, Any]:
+        """Return the workers' configuration (``grpo_config``). Raise BadAnswer if two workers have different ones."""
+        config, *others = chain.from_iterable(self.call_workers("grpo_config"))
+        if not isinstance(config, dict) or any(other != config for other in others):
+            raise self._make_bad_answer(WORKERS_PATH, "has workers with different configurations")
+        return config
+
+    def _request_reports(self) -> list[list[dict[str, Any]]]:
+        """Return the reports of each replica's workers (``grpo_weights``); raise BadAnswer for a malformed report."""
+        replicas = self.call_workers("grpo_weights")
+        with self._translate_parse_errors(WORKERS_PATH):
+            for report in chain.from_iterable(replicas):
+                parameters, _, _ = report["parameters"], dict(report["packed"]), int(report["sync"])
+                if not all(type(value) is int and hasattr(torch, dtype) for value, dtype, *_ in parameters.values()):
+                    raise ValueError("a parameter without fingerprint and dtype")
+                if parameters.keys() != replicas[0][0]["parameters"].keys():
+                    raise ValueError("workers that hold different parameters")
+        return replicas
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
         return self._parse_answer(url, self.session.post(url, **kwargs))

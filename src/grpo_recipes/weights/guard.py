@@ -41,7 +41,8 @@ def compute_sent_fingerprint(name: str, tensor: torch.Tensor, report: Mapping[st
 def find_differences(streamed: Mapping[str, int], reports: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names of the server's parameters that differ from the trainer's; an empty list if all are equal.
 
-    ``streamed`` has the trainer's fingerprints in the server's dtype, ``reports`` every worker's ``grpo_weights()``.
+    ``streamed`` has the trainer's fingerprints in the server's dtype, ``reports`` the ``grpo_weights()`` of all workers
+    of a replica.
     """
     parameters, packed = reports[0]["parameters"], reports[0]["packed"]
     expected: dict[str, int] = {}
@@ -67,18 +68,23 @@ def find_differences(streamed: Mapping[str, int], reports: Sequence[Mapping[str,
 
 
 def describe_checksum_error(
-    bridge: str, wrong: Sequence[str], sync: int = 0, reports: Sequence[Mapping[str, Any]] = ()
+    bridge: str, wrong: Sequence[Sequence[str]], sync: int = 0, replicas: Sequence[Sequence[Mapping[str, Any]]] = ()
 ) -> str | None:
-    """Return an error message if parameters are ``wrong`` or a worker has another sync than ``sync``, else None.
+    """Return an error message if a replica has wrong parameters or another sync than ``sync``, else None.
 
+    ``wrong`` has the names of each replica's wrong parameters, and ``replicas`` the reports of each replica's workers.
     ``sync`` is the number of the last sync. With 0, the workers' numbers are not compared.
     """
-    names = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-    problems = [f"after the sync it holds other values than the trainer in {names}"] if wrong else []
-    other_syncs = sorted({report["sync"] for report in reports} - {sync}) if sync else []
-    if other_syncs:
-        numbers = ", ".join(map(str, other_syncs))
-        problems.append(f"it has the weights of sync {numbers}, and the trainer sent sync {sync}")
+    problems = []
+    for index, names in enumerate(wrong):
+        replica = f"replica {index}: " if len(wrong) > 1 else ""
+        if names:
+            listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            problems.append(f"{replica}after the sync it holds other values than the trainer in {listed}")
+        other_syncs = sorted({report["sync"] for report in replicas[index]} - {sync}) if sync else []
+        if other_syncs:
+            numbers = ", ".join(map(str, other_syncs))
+            problems.append(f"{replica}it has the weights of sync {numbers}, and the trainer sent sync {sync}")
     if not problems:
         return None
     return f"weights did not reach the server through the '{bridge}' bridge: {'; '.join(problems)}"

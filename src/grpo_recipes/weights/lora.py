@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from grpo_recipes.server.plugin import ADAPTER_WEIGHTS, SYNC, fingerprint
+from grpo_recipes.server.wire import WORKERS_PATH
 from grpo_recipes.weights.client import BridgeClient
 from grpo_recipes.weights.guard import compute_sent_fingerprint, describe_checksum_error, find_differences
 from grpo_recipes.weights.transport import ADAPTER
@@ -106,8 +107,11 @@ class LoraClient(BridgeClient):
         if answer.status_code != 200:
             text = " ".join(answer.text[:500].split())
             raise self._make_bad_answer(_LOAD_PATH, f"answered {answer.status_code}: {text}")
-        with self._translate_parse_errors("/collective_rpc"):
-            self._lora_id = max(self.call_workers("grpo_adapters")[0])
+        with self._translate_parse_errors(WORKERS_PATH):
+            ids = {max(ids) for workers in self.call_workers("grpo_adapters") for ids in workers}
+            if len(ids) > 1:
+                raise ValueError(f"the adapter has the ids {sorted(ids)} in different workers")
+            (self._lora_id,) = ids
         self.model = ADAPTER
 
     def _verify(self) -> None:
@@ -115,21 +119,22 @@ class LoraClient(BridgeClient):
         if not self._args.weight_guard:
             return
         assert self._model is not None
-        wrong: list[str] = []
+        wrong: list[list[str]] = [[] for _ in range(self._replicas)]
         if self._proven != self._epoch:
-            reports = self._request_reports()
+            replicas = self._request_reports()
             base = {
-                name: compute_sent_fingerprint(name, tensor, reports[0])
+                name: compute_sent_fingerprint(name, tensor, replicas[0][0])
                 for name, tensor in iterate_base_parameters(self._model)
             }
-            wrong += find_differences({name: int(value) for name, value in base.items()}, reports)
-        reports = self.call_workers("grpo_adapter_weights", lora_id=self._lora_id)
-        with self._translate_parse_errors("/collective_rpc"):
-            dtype = getattr(torch, next(iter(reports[0]["parameters"].values()))[1])
+            sent = {name: int(value) for name, value in base.items()}
+            wrong = [find_differences(sent, reports) for reports in replicas]
+        replicas = self.call_workers("grpo_adapter_weights", lora_id=self._lora_id)
+        with self._translate_parse_errors(WORKERS_PATH):
+            dtype = getattr(torch, next(iter(replicas[0][0]["parameters"].values()))[1])
             sent = {name: int(fingerprint(tensor)) for name, tensor in _iterate_served_adapter(self._model, dtype)}
-            wrong += find_differences(sent, reports)
-            self.checksum_error = describe_checksum_error(self.bridge, wrong, self._sync, reports)
-        self._proven = 0 if wrong else self._epoch
+            wrong = [names + find_differences(sent, reports) for names, reports in zip(wrong, replicas, strict=True)]
+            self.checksum_error = describe_checksum_error(self.bridge, wrong, self._sync, replicas)
+        self._proven = 0 if any(wrong) else self._epoch
 
 
 def iterate_base_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,6 +7,7 @@ a server that already has the weights is not restarted.
 
 import os
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,7 @@ class RestartClient(BridgeClient):
         """
         folder = self._folder(self._sync + 1)
         write_weights(folder, metadata, named_params, self._sync + 1)
-        if self._args.weight_guard and not find_differences(
-            self._sent_values(), self._repeat_through_restarts(self._request_reports)
-        ):
+        if self._args.weight_guard and self._has_weights(self._repeat_through_restarts(self._request_reports)):
             shutil.rmtree(folder)
             return
         self._sync += 1
@@ -62,6 +61,11 @@ class RestartClient(BridgeClient):
         link.replace(folder.with_name(NEWEST_MODEL))
         self._resend()
         shutil.rmtree(self._folder(self._sync - 1), ignore_errors=True)
+
+    def _has_weights(self, replicas: Sequence[Sequence[Mapping[str, Any]]]) -> bool:
+        """Return whether every replica of the server already has the weights, given the reports of their workers."""
+        sent = self._sent_values()
+        return not any(find_differences(sent, reports) for reports in replicas)
 
     def _folder(self, number: int) -> Path:
         """Return the path of the model folder of the sync with this number."""

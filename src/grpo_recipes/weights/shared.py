@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 
 from grpo_recipes.errors import translate_errors
 from grpo_recipes.server.plugin import get_gpu_uuid, import_tensor, map_memory, match_rows, view_tensor
+from grpo_recipes.server.wire import WORKERS_PATH
 from grpo_recipes.trainer_protocol import Trainer
 from grpo_recipes.weights.client import BridgeClient
 from grpo_recipes.weights.guard import compute_sent_fingerprint, describe_checksum_error, find_differences
@@ -66,8 +67,8 @@ class SharedClient(BridgeClient):
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"weights_of_server_{self._epoch}_{os.urandom(4).hex()}"
         try:
-            (layout,) = self.call_workers("grpo_share", file=str(file), sync=self._sync)
-            with self._translate_parse_errors("/collective_rpc"):
+            ((layout,),) = self.call_workers("grpo_share", file=str(file), sync=self._sync)
+            with self._translate_parse_errors(WORKERS_PATH):
                 tensors = _open_server_tensors(layout, str(file), next(iter(parameters.values())))
                 views = dict(_match_views(parameters, tensors, layout["packed"]))
         finally:
@@ -77,8 +78,8 @@ class SharedClient(BridgeClient):
             for view in views.values():
                 view.zero_()
             self._finish_writing()
-            self._held, *other_reports = self._request_reports()
-            self._apart = find_differences(dict.fromkeys(views, 0), [self._held, *other_reports])
+            (reports,) = self._request_reports()
+            self._held, self._apart = reports[0], find_differences(dict.fromkeys(views, 0), reports)
         for name, parameter in parameters.items():
             parameter.data = views[name].copy_(parameter.data)
         self._finish_writing()
@@ -100,9 +101,9 @@ class SharedClient(BridgeClient):
             sent = {
                 name: compute_sent_fingerprint(name, tensor, self._held) for name, tensor in self._parameters().items()
             }
-            server_reports = reports.result()
+            (server_reports,) = reports.result()
             wrong = self._apart or find_differences({name: int(value) for name, value in sent.items()}, server_reports)
-            self.checksum_error = describe_checksum_error(self.bridge, wrong, self._sync, server_reports)
+            self.checksum_error = describe_checksum_error(self.bridge, [wrong], self._sync, [server_reports])
 
     def drain(self) -> None:
         """Pause the server before an optimizer step: it finishes its requests and queues new ones."""
