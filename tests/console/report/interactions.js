@@ -132,6 +132,21 @@ const actions = {
     return { ...result, down: [column(0), time.getAttribute("aria-sort")], tables: all("th[aria-sort]").length };
   },
 
+  comparison: async ({ page, all, seen, figure, set, point, labels }) => {
+    const toggles = Object.fromEntries(all(".legend button", figure("Reward")).map((toggle) => [toggle.textContent, toggle]));
+    const names = Object.keys(toggles);
+    const shown = (title) => seen(".curve", figure(title)).map((node) => node.dataset.label);
+    toggles[names[0]].click();
+    const result = { names, hidden: [shown("Reward"), shown("Entropy"), shown("Reward by time")] };
+    toggles[names[0]].click();
+    set(page.querySelector(".toolbar select"), "min");
+    point(figure("Reward"), 1);
+    result.tip = seen(".tip").map((tip) => tip.textContent);
+    const table = page.querySelector("#runs table"), cells = () => [...table.tBodies[0].rows].map((row) => row.cells[1].textContent);
+    table.querySelectorAll("th button")[1].click();
+    return { ...result, sorted: cells(), sections: all("h2").map((title) => title.textContent) };
+  },
+
   keyboard: async ({ page, all, figure, press, labels }) => {
     const entropy = figure("Entropy"), full = labels(entropy, "across"), pins = [];
     const tip = () => entropy.querySelector(".tip").textContent.split("\n")[0];

@@ -21,7 +21,8 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from grpo_recipes.console.report.pages import write_comparison, write_report
+from grpo_recipes.console.report.comparison import write_comparison
+from grpo_recipes.console.report.pages import write_report
 from grpo_recipes.console.sweep.folder import write_sweep_page
 from scripts import report_picture
 

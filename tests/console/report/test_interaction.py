@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from grpo_recipes.console.report.comparison import write_comparison
 from grpo_recipes.console.report.pages import write_report
 
 from .synthetic_runs import make_run, two_samples
@@ -135,3 +136,22 @@ def test_a_table_is_sorted_by_any_column(run: Path, results: dict[str, Any]) -> 
     assert results["sort"] == {
         "names": sorted(phases), "up": [by_time, "ascending", None], "down": [by_time[::-1], "descending"], "tables": 1,
     }  # fmt: skip
+
+
+def test_a_comparison_hides_a_group_in_all_charts_and_shows_minutes(tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path, f"sum-{name}-20261120-10150{seed}", steps=30, seed=seed, lift=lift, recipe=recipe)
+        for name, lift, recipe in (
+            ("low", 0.2, {"beta": (0.1, "x.yaml:1")}), ("high", 0.7, {"beta": (0.0, "x.yaml:1")}),
+        )
+        for seed in (1, 2)
+    ]  # fmt: skip
+    page = write_comparison(runs, tmp_path / "comparison.html")
+    result = interact(tmp_path, page, ["comparison"])["comparison"]
+    assert result["names"] == ["low (2 seeds)", "high (2 seeds)"]
+    assert [set(labels) for labels in result["hidden"]] == [{"high (2 seeds)"}] * 3
+    (tip,) = result["tip"]
+    minutes = [sum(row["seconds/step"] for row in rows_of(run)) / 60 for run in runs[:2]]
+    assert float(tip.splitlines()[0].removeprefix("min ")) == pytest.approx(sum(minutes) / 2, rel=1e-3)
+    assert [name[:3] for name in result["sorted"]] == ["low"] * 3 + ["hig"] * 3
+    assert result["sections"][:3] == ["Differences", "Runs", "Curves"]

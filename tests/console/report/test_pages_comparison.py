@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 
 from grpo_recipes.console.report.chart import Curve, make_curve
-from grpo_recipes.console.report.pages import (
+from grpo_recipes.console.report.comparison import (
     find_differing_keys,
     group_runs,
     make_comparison_headline,
     render_comparison_page,
-    render_run_page,
+    shorten_names,
     write_comparison,
 )
+from grpo_recipes.console.report.pages import render_run_page
 from grpo_recipes.console.report.read import Group, Scored, read_run
 from grpo_recipes.console.report.run_charts import METRICS, Metric, make_metric_chart
 from grpo_recipes.stats import t_interval_half_width
@@ -62,10 +63,28 @@ def test_runs_with_the_same_seed_are_no_sample(tmp_path: Path) -> None:
 def test_labels_are_never_the_same(tmp_path: Path) -> None:
     same = [read_run(make_run(tmp_path / place, steps=5)) for place in ("a", "b")]
     labels = [group.label for group in group_runs(same)]
-    assert len(set(labels)) == 2 and all("math-20261120-101500" in label for label in labels)
+    assert labels == ["a/math", "b/math"]
     later = read_run(make_run(tmp_path, "math-20261121-101500", steps=5))
     labels = [group.label for group in group_runs([same[0], later])]
-    assert labels == ["math-20261120-101500", "math-20261121-101500"]
+    assert labels == ["20261120-101500", "20261121-101500"]
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["grpo-lr-1e-6-20261120-101500", "grpo-lr-3e-6-20261121-111500"], ["1e-6", "3e-6"]),
+        (["grpo-lr-1e-6-20261120-101500", "grpo-lr-1e-5-20261121-111500"], ["1e-6", "1e-5"]),
+        (["runs/a-20261120-101500", "runs/a-20261120-101501"], ["20261120-101500", "20261120-101501"]),
+        (["math", "math-long"], ["math", "math-long"]),
+        (["base", "other"], ["base", "other"]),
+        (["same-20261120-101500"], ["same-20261120-101500"]),
+        (["x_0.5", "x_0.75"], ["0.5", "0.75"]),
+        (["learning_rate=1e-6,seed=1", "learning_rate=3e-6,seed=1"],) * 2,
+        (["learning_rate=1e-6,seed=1", "learning_rate=1e-6,seed=2"], ["seed=1", "seed=2"]),
+    ],
+)
+def test_names_lose_the_words_that_all_of_them_share(names: list[str], short: list[str]) -> None:
+    assert shorten_names(names) == short
 
 
 def test_few_seeds_are_drawn_one_by_one(tmp_path: Path) -> None:
@@ -111,7 +130,7 @@ def test_the_page_says_who_ends_highest_and_what_differs(tmp_path: Path) -> None
     runs += runs_of(
         tmp_path,
         {"steps": 30, "lift": 0.7, "recipe": {"beta": (0.0, "x.yaml:1"), "max_grad_norm": (0.5, "x.yaml:2")}},
-        {"steps": 20, "lift": 0.0, "recipe": {"beta": (0.1, "x.yaml:1")}, "summary": {"benchmarks": {}}},
+        {"steps": 30, "lift": 0.0, "recipe": {"beta": (0.1, "x.yaml:1")}, "summary": {"benchmarks": {}}},
     )
     page = Page(render_comparison_page(runs))
     assert page.problems == []
@@ -122,7 +141,8 @@ def test_the_page_says_who_ends_highest_and_what_differs(tmp_path: Path) -> None
     for name in ("Runs", "Curves", "Benchmarks", "Differences", "Evaluation reward", "Reward by time", "KL divergence",
                  "Entropy", "Completion length"):  # fmt: skip
         assert name in page.texts, name
-    table = page.text[page.text.rindex("Differences") :]
+    table = page.text[page.text.rindex("Differences") : page.text.rindex("Curves")]
+    assert page.text.rindex("Differences") < page.text.rindex("Runs") < page.text.rindex("Curves")
     assert "beta0.040.00.1" in table
     assert "max_grad_norm1.00.51.0" in table  # the default for runs that do not set it
     assert "learning_rate" not in table and "seed0" not in table
@@ -143,6 +163,23 @@ def test_weights_of_maxent_runs_are_drawn_beside_each_other(tmp_path: Path) -> N
                   "Effective completions", "MaxEnt weight on wrong answers"):  # fmt: skip
         assert [figure for figure in figures if f">{title}<" in figure], title
     assert "trainermaxentmaxentgrpo" in Page(text).text
+
+
+def test_runs_of_different_lengths_are_not_ranked(tmp_path: Path) -> None:
+    text = Page(render_comparison_page(runs_of(tmp_path, {"steps": 30}, {"steps": 20, "lift": 0.0}))).text
+    assert "different numbers of steps, so final rewards are not ranked. run0: 30; run1: 20." in text
+    assert "run0 against run1" in text and "distinguishable" not in text and "ends highest" not in text
+    assert "finished steps3020" in text
+
+
+def test_a_metric_with_one_value_in_all_runs_is_a_line_of_text(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, {"steps": 20}, {"steps": 20})
+    for run in runs:
+        run.metrics.columns["kl"] = [0.5] * 20
+        run.metrics.columns["entropy"] = [float(run is runs[0])] * 20
+    page = render_comparison_page(runs)
+    assert ">KL divergence<" not in page and "The same in all runs: kl 0.5" in Page(page).text
+    assert ">Entropy<" in page  # constant, but not the same
 
 
 def test_equal_recipes_are_called_the_same(tmp_path: Path) -> None:
@@ -190,7 +227,7 @@ def test_a_run_without_rows_can_be_compared(tmp_path: Path) -> None:
     missing_files = ("metrics.jsonl", "eval.jsonl", "samples.jsonl")
     runs = runs_of(tmp_path, {"steps": 5}, {"steps": 1, "without": missing_files})
     page = Page(render_comparison_page(runs))
-    assert page.problems == [] and "run1-20261120-101501" in page.text
+    assert page.problems == [] and "run1" in page.text
 
 
 def test_time_is_minutes_in_steps(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from grpo_recipes.cli import command, option
 from grpo_recipes.cli.follow import find_run
-from grpo_recipes.console.report.pages import write_comparison, write_report
+from grpo_recipes.console.report.comparison import write_comparison
+from grpo_recipes.console.report.pages import write_report
 from grpo_recipes.console.sweep.folder import RECORD, Sweep, format_table, write_sweep_page
 from grpo_recipes.errors import config_error, translate_errors
 from grpo_recipes.paths import display_path

@@ -27,6 +27,8 @@ from grpo_recipes.secrets import mask_environment, mask_secrets
 from grpo_recipes.stats import score_names, t_interval_half_width
 
 NOTHING = "\u2013"  # an en dash
+# Baseline of a benchmark -> its title on the page.
+BASELINES = {"untrained": "before training", "random": "random guesser", "constant": "best constant answer"}
 SMOKE_BADGE = ("smoke test, not an experiment", "smoke")
 ENOUGH_SEEDS = 5  # with fewer seeds, the interval of the mean is too wide to be useful: show single seeds instead
 _HERE = Path(__file__).parent

@@ -1,33 +1,26 @@
-"""The page of one run, the page that compares runs, and the page of an evaluation.
+"""The page of one run, and the page of an evaluation."""
 
-A comparison groups runs that differ only in their seed, and shows an interval over the seeds.
-"""
-
-import itertools
-import json
 import re
 import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_recipes.console.report import run_charts
-from grpo_recipes.console.report.chart import Chart, choose_window, make_clock, make_curve, make_histogram, split_rows
+from grpo_recipes.console.report.chart import choose_window, make_clock, make_histogram, split_rows
 from grpo_recipes.console.report.next_steps import make_cards
 from grpo_recipes.console.report.page import (
-    ENOUGH_SEEDS,
+    BASELINES,
     SMOKE_BADGE,
     Polling,
-    format_mean,
     format_number,
     render,
     render_fragment,
 )
-from grpo_recipes.console.report.read import Group, RunRecord, read_rows, read_run
+from grpo_recipes.console.report.read import RunRecord, read_rows, read_run
 from grpo_recipes.console.report.samples import pair_prompts, render_steps
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.paths import display_path, shell_path
@@ -35,9 +28,8 @@ from grpo_recipes.process.reports import plural
 from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.endings import reward_fix
 from grpo_recipes.runs.health import Notice, find_notices, finite_number, percent
-from grpo_recipes.runs.metric import Metric
 from grpo_recipes.runs.rundir import BEST, Run, read_json, write_atomically
-from grpo_recipes.stats import compare_ends, score_names, t_interval_half_width
+from grpo_recipes.stats import compare_ends, score_names
 
 # Status -> its symbol, and the start of the sentence about the reward.
 _STATUSES = {
@@ -50,8 +42,6 @@ _STATUSES = {
 _WRITING = threading.Lock()
 UNFINISHED = ("running", "requeued")  # statuses of a run that will write its page again
 _SILENT_SECONDS = 900.0  # a run that is silent for this time and for ten usual steps was probably killed
-# Baseline of a benchmark -> its title on the page.
-_BASELINES = {"untrained": "before training", "random": "random guesser", "constant": "best constant answer"}
 
 
 def write_report(folder: Path, path: Path | None = None) -> Path:
@@ -113,7 +103,7 @@ def render_run_page(
         notices=describe_gaps(run), cards=make_cards(run, folder, collect_notices(run)),
         reward=run_charts.make_reward_chart(run),
         curves=run_charts.make_curve_charts(run), rows=rows, points=len(split_rows(rows)), window=choose_window(rows),
-        others=charts, same=same, histogram=make_histogram(run.scored), baselines=_BASELINES,
+        others=charts, same=same, histogram=make_histogram(run.scored), baselines=BASELINES,
         steps=render_steps(samples_file, len(run.scored) - 1), pairs=pair_prompts(samples_file),
         phase_chart=run_charts.make_phase_chart(run.metrics),
         phases=run_charts.PHASES, totals=totals,
@@ -223,167 +213,3 @@ def _select_completions(row: Mapping[str, Any]) -> dict[str, Any]:
     indices = sorted(index for _, index in sorted(ranks)[:_MAX_COMPLETIONS])
     prompt = "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in row["prompt"])
     return {**row, "prompt": prompt, "completions": [row["completions"][index] for index in indices]}
-
-
-# --- a comparison of runs
-
-_COLOURS = 7
-# Keys that do not change the training, for example names, folders and ports.
-BOOKKEEPING_KEYS = frozenset(
-    {"run_name", "run_root", "report_to", "vllm_server_port", "vllm_group_port", "main_process_port", "save_steps",
-     "save_total_limit", "report_samples", "show_completion_steps", "wandb_project", "wandb_entity", "wandb_run_group"}
-)  # fmt: skip
-
-
-def _describe_rewards(run: RunRecord) -> str:
-    """Return the names of a run's rewards and, if the recipe sets reward_weights, the weights, as text."""
-    names = run_charts.find_reward_names(run.metrics).values() or run.value("reward_funcs") or ()
-    weights = run.value("reward_weights")
-    return ", ".join(map(str, names)) + (f" weighted {weights}" if weights else "")
-
-
-# Facts that are not in the recipe and may differ between runs.
-_FACTS: dict[str, Callable[[RunRecord], Any]] = {
-    "trainer": lambda run: run.plan.get("task"),
-    "commit": lambda run: str(run.identity.get("code", {}).get("commit"))[:10],
-    "uncommitted changes": lambda run: "yes" if run.identity.get("code", {}).get("dirty") else "no",
-    "training processes": lambda run: run.plan.get("batch", {}).get("world_size"),
-    "devices": lambda run: run.plan.get("flavour"),
-    "rewards": _describe_rewards,
-    "completions per step": lambda run: run.plan.get("batch", {}).get("completions"),
-}
-# Facts that make runs hard to compare if they differ.
-_WARNINGS = {
-    "rewards": "The runs have different rewards, so their totals can't be compared.",
-    "completions per step": "The runs have different numbers of completions per step: compare by time.",
-}
-
-
-def make_group(label: str, runs: Sequence[RunRecord], number: int) -> Group:
-    """Return a group of runs with a color and a line style that depend on ``number``, its index in the comparison.
-
-    If there are several runs, their number is added to the label: "LABEL (3 seeds)".
-    """
-    seeds = f" ({len(runs)} seeds)" if len(runs) > 1 else ""
-    return Group(label + seeds, runs, number % _COLOURS + 1, "line" if number < _COLOURS else "line dashed")
-
-
-def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
-    """Return groups of runs that differ only in their seed; runs with equal recipe and seed become separate groups.
-
-    Recipe keys that do not change the training (``BOOKKEEPING_KEYS``) are ignored. The label of a group is the name of
-    its first run, its folder's name or its path: the first of these that is unique for all groups.
-    """
-    by_recipe: dict[str, list[RunRecord]] = {}
-    for run in runs:
-        settings = {key: value for key, value in run.recipe.items() if key != "seed" and key not in BOOKKEEPING_KEYS}
-        signature = json.dumps([run.plan.get("task"), settings], sort_keys=True, default=str)
-        by_recipe.setdefault(signature, []).append(run)
-    sets = []
-    for members in by_recipe.values():
-        distinct = len({str(run.value("seed")) for run in members}) == len(members)
-        sets.extend([members] if distinct else [[run] for run in members])
-    firsts = [members[0] for members in sets]
-    # Use the names of the runs, or of their folders, or the folders, whichever is unique first.
-    names = [run.name for run in firsts], [run.folder.name for run in firsts]
-    folders = [display_path(run.folder) for run in firsts]
-    labels = next((candidates for candidates in names if len(set(candidates)) == len(candidates)), folders)
-    return [
-        make_group(label, members, number) for number, (members, label) in enumerate(zip(sets, labels, strict=True))
-    ]
-
-
-def write_comparison(folders: Sequence[Path], path: Path) -> Path:
-    """Write the HTML page that compares the runs in ``folders`` to ``path``, and return ``path``.
-
-    A repeated folder counts once. Raise ConfigError if a folder is not a run directory, and OSError if the page can't
-    be written.
-    """
-    unique = list(dict.fromkeys(folder.resolve() for folder in folders))
-    write_atomically(path, render_comparison_page([read_run(folder) for folder in unique]))
-    return path
-
-
-def render_comparison_page(runs: Sequence[RunRecord]) -> str:
-    """Return the page that compares runs as HTML; runs that differ only in their seed form a group."""
-    title = f"{len(runs)} runs"
-    values = compare_groups(group_runs(runs))
-    return render("compare.html.j2", title=f"{title} compared", badges=[(title, "running")], name="", **values)
-
-
-def compare_groups(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return the variables of the template ``compare.html.j2``: headline, charts, benchmark scores, differences."""
-    runs = [run for group in groups for run in group.runs]
-    columns = [(name, key) for run in runs for name, scores in run.benchmarks.items()
-               for key in score_names(scores) if finite_number(scores[key]) is not None]  # fmt: skip
-    baselines: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in _BASELINES}
-    for run in reversed(runs):  # so that the scores of the first run remain
-        for benchmark, result in run.benchmarks.items():
-            for name in baselines.keys() & (result.get("baselines") or {}):
-                baselines[name][benchmark] = result["baselines"][name]
-    most = max((len(group.runs) for group in groups), default=0)
-    spread = "shaded: 95 % interval of the mean over seeds" if most >= ENOUGH_SEEDS else "faint: single seeds"
-    note = "Mean over the completions of a step, smoothed" + f"; {spread}" * (most > 1)
-    facts, charts = find_differing_facts(groups), []
-    if groups:
-        draw, metric = run_charts.make_metric_chart, Metric
-        charts = [draw(groups, "reward", metric("Reward", note, unit="mean reward"), large=True)]
-        charts += [
-            draw(groups, "eval_reward", metric("Evaluation reward", unit="mean reward"), evals=True),
-            _make_time_chart(groups),
-        ]
-        charts += [draw(groups, name) for name, known_metric in run_charts.METRICS.items() if known_metric.compared]
-    return {
-        "groups": groups, "clocks": [make_clock([run.metrics for run in group.runs]) for group in groups],
-        "headline": make_comparison_headline(groups, ranked="rewards" not in facts),
-        "warnings": [(_WARNINGS[name], values) for name, values in facts.items() if name in _WARNINGS],
-        "drawn": [chart for chart in charts if chart], "columns": list(dict.fromkeys(columns)),
-        "baselines": [(_BASELINES[name], scores) for name, scores in baselines.items() if scores],
-        "keys": find_differing_keys(groups), "facts": facts,
-    }  # fmt: skip
-
-
-def make_comparison_headline(groups: Sequence[Group], ranked: bool) -> str:
-    """Return a sentence: which group has the highest final reward, or that the two highest are not distinguishable.
-
-    They are distinguishable if the 95 % intervals of their means over seeds do not overlap. Without ``ranked``, or with
-    fewer than two groups that have a final reward, the sentence only lists the groups.
-    """
-    ended = [group for group in groups if group.finals]
-    if len(ended) < 2 or not ranked:
-        return " against ".join(group.label for group in groups[:3]) + (" and others" if len(groups) > 3 else "")
-    first, second = sorted(ended, key=lambda group: -statistics.fmean(group.finals))[:2]
-    reward, other = (format_mean(group.finals, limits=group.limits) for group in (first, second))
-    halves = [t_interval_half_width(group.finals) for group in (first, second)]
-    gap = statistics.fmean(first.finals) - statistics.fmean(second.finals)
-    if None not in halves and sum(half or 0.0 for half in halves) < gap:
-        return f"{first.label} ends highest, at reward {reward}; next is {second.label} at {other}."
-    counts = " and ".join(map(str, dict.fromkeys(len(group.finals) for group in (first, second))))
-    highest = "The highest are not" if len(ended) > 2 else "Not"
-    seeds = f"{counts} seed{'s' * (counts != '1')}"
-    return f"{highest} distinguishable with {seeds}: {first.label} ends at reward {reward}, {second.label} at {other}."
-
-
-def _make_time_chart(groups: Sequence[Group]) -> Chart | None:
-    """Return a chart of the reward of every run over the minutes of training; None if no run has both metrics."""
-    curves = []
-    for group in groups:
-        for metrics in (run.metrics for run in group.runs):
-            if metrics.known("reward") and metrics.known("seconds/step"):
-                seconds = (value or 0.0 for value in metrics.column("seconds/step"))
-                timed = replace(metrics, steps=[total / 60 for total in itertools.accumulate(seconds)])
-                curves.append(make_curve([timed], "reward", group.label, group.colour, group.kind, behind=False))
-    return Chart("Reward by time", curves, x_name="min", y_name="mean reward") if curves else None
-
-
-def find_differing_keys(groups: Sequence[Group]) -> list[str]:
-    """Return the recipe keys, except the seed, that have different values in the groups, sorted."""
-    keys = sorted({key for group in groups for run in group.runs for key in run.recipe} - {"seed"})
-    return [key for key in keys if len({str(group.runs[0].value(key)) for group in groups}) > 1]
-
-
-def find_differing_facts(groups: Sequence[Group]) -> dict[str, list[str]]:
-    """Return the facts, such as commit, trainer and devices, that differ between groups: name -> a text per group."""
-    facts = {name: [", ".join(dict.fromkeys(str(read(run)) for run in group.runs)) for group in groups]
-             for name, read in _FACTS.items()}  # fmt: skip
-    return {name: values for name, values in facts.items() if len(set(values)) > 1}

@@ -188,6 +188,13 @@ def is_constant(metrics: Table, name: str) -> bool:
     return len(values) >= 3 and len(set(values)) == 1 and name not in metrics.nonfinite
 
 
+def find_common_constants(tables: Sequence[Table], names: Sequence[str]) -> dict[str, str]:
+    """Return the metrics that have the same single value in all runs, each with its value as text."""
+    constant = [name for name in names if all(is_constant(table, name) for table in tables)]
+    values = {name: {table.known(name)[0] for table in tables} for name in constant}
+    return {name: format_number(single.pop()) for name, single in values.items() if len(single) == 1}
+
+
 def _make_points(evals: Table, labels: Mapping[str, str], first_colour: int = 1) -> list[Curve]:
     """Return the evaluations (``eval_NAME``) of the training metrics NAME in ``labels`` as points."""
     return [

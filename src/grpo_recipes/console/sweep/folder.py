@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 from urllib.parse import quote
 
-from grpo_recipes.console.report.page import NOTHING, SMOKE_BADGE, format_mean, format_number, render
-from grpo_recipes.console.report.pages import (
-    UNFINISHED,
+from grpo_recipes.console.report.comparison import (
     compare_groups,
     find_differing_facts,
+    is_ranked,
     make_comparison_headline,
     make_group,
 )
+from grpo_recipes.console.report.page import NOTHING, SMOKE_BADGE, format_mean, format_number, render
+from grpo_recipes.console.report.pages import UNFINISHED
 from grpo_recipes.console.report.read import Group, RunRecord, read_run
+from grpo_recipes.console.sweep.heat_map import make_heat_maps
 from grpo_recipes.console.sweep.spec import SEED, SweepSpec, Trial
 from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.assets import find_assets
@@ -293,9 +295,7 @@ def format_table(sweep: Sweep, results: Sequence[Result]) -> str:
             for group in groups
         ]
         lines += ["", *align_columns([("mean of", "reward", "evaluation"), *means])]
-        lines += (
-            [make_comparison_headline(groups, ranked="rewards" not in find_differing_facts(groups))] if groups else []
-        )
+        lines += [make_comparison_headline(groups, ranked=is_ranked(find_differing_facts(groups)))] if groups else []
     if "search" in sweep.record:
         lines += _describe_best(sweep)
     return "\n".join(lines)
@@ -377,6 +377,9 @@ def write_sweep_page(sweep: Sweep, path: Path | None = None) -> tuple[Path, list
             if file.is_file()
         }
         values = {**compare_groups(groups), "axes": list(sweep.record["axes"]), "results": results, "links": links}
+        trials = [(result.values, result.run.outcome.last if result.run and result.status == COMPLETED else None)
+                  for result in results]  # fmt: skip
+        values["heat_maps"] = make_heat_maps(values["axes"], trials)
         values["live"] = any(result.status in (*UNFINISHED, "submitted") for result in results)
         values |= {} if groups else {"headline": "No trial has completed yet."}
         write_atomically(path, render("sweep.html.j2", title=f"Sweep {name}", name=name, badges=badges, **values))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from grpo_recipes.console.report.pages import BOOKKEEPING_KEYS
+from grpo_recipes.console.report.comparison import BOOKKEEPING_KEYS
 from grpo_recipes.errors import ConfigError, Problem, collect_results, config_error, translate_errors
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import missing_requirement, resolve_recipe

@@ -18,7 +18,7 @@ function compareCells(a, b) {
 const sorted = [];
 for (const [index, table] of [...document.querySelectorAll("table")].entries()) {
   const [heads, body] = [[...table.querySelectorAll("thead th")], table.tBodies[0]];
-  if (!body || body.rows.length < 2) continue;
+  if (!body || body.rows.length < 2 || table.matches(".heat-map")) continue;
   const sort = (column, direction) => {
     const rows = [...body.rows].map((row) => ({ row, value: sortValue(row.cells[column]) }));
     rows.sort((a, b) => (a.value === null || b.value === null ? 1 : direction) * compareCells(a.value, b.value));
