@@ -9,6 +9,7 @@ the report changes. Chromium must be on the path.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
 import subprocess
 import tempfile
@@ -34,7 +35,8 @@ def main() -> None:
         recipe = {"model_name_or_path": ("none: a made-up run", ""), "dataset_name": ("none", "")}
         summary = {"restarts": 0}
         run = make_run(Path(temporary), "made-up-20261120-101500", steps=240, lift=0.45, summary=summary, recipe=recipe)
-        page = write_report(run)
+        with contextlib.chdir(temporary):  # commands on the page have paths relative to it
+            page = write_report(run)
         for dark, name in enumerate(("light", "dark")):
             picture = Path(temporary) / f"{name}.png"
             photograph(browser, page, picture, dark=bool(dark))

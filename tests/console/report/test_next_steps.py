@@ -41,6 +41,7 @@ def test_a_card_says_what_was_seen_and_links_to_its_chart(tmp_path: Path) -> Non
     lines = [json.dumps(row | {"kl": 2.0 + row["step"] / 10}) for row in rows]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     page = page_of(folder)
+    assert page.text.index("Far from the reference") < page.text.index("Mean over the completions of a step")
     section = page.text[page.text.index("Far from the reference") : page.text.index("KL divergence from step")]
     assert "The KL divergence from the reference is 4.55 nats per token. To fix it, lower learning_rate (now" in section
     assert f"grpo launch {folder}/recipe.yaml --learning_rate 5e-07 --beta 0.08" in section
@@ -51,7 +52,10 @@ def test_a_card_says_what_was_seen_and_links_to_its_chart(tmp_path: Path) -> Non
 
 
 def test_a_completed_run_without_a_sign_has_its_usual_next_steps(tmp_path: Path) -> None:
-    titles = [card.title for card in cards_of(make_run(tmp_path, steps=60))]
+    folder = make_run(tmp_path, steps=60)
+    text = page_of(folder).text
+    assert text.index("Mean over the completions of a step") < text.index("Train longer")
+    titles = [card.title for card in cards_of(folder)]
     assert titles == ["Train longer", "Repeat it with other seeds"]
     summary: dict[str, Any] = {"benchmarks": {}}
     titles = [card.title for card in cards_of(make_run(tmp_path / "flat", steps=60, lift=0.0, summary=summary))]

@@ -31,6 +31,11 @@ class Card:
     command: str = ""  # to copy; "" if the step has none
     serious: bool = False  # the run learns little or nothing
 
+    @property
+    def is_sign(self) -> bool:
+        """Whether the card is a sign that the run does not learn, which the page shows first."""
+        return self.step is not None
+
 
 @dataclass(frozen=True)
 class _Advice:
