@@ -60,7 +60,7 @@ TARGET = 0.05  # largest share of a step
 class JsonClient(FileClient):
     """The client with TRL's request and TRL's parsing of the answer."""
 
-    def _completions(self, prompt: Any, n: int, sampling: dict[str, Any]) -> Rows:
+    def _completions(self, prompt: Any, n: int, sampling: dict[str, Any], replica: int | None = None) -> Rows:
         answer = VLLMClient.generate(self, [prompt], n=n, generation_kwargs=sampling)
         return answer["completion_ids"], answer["logprobs"]
 

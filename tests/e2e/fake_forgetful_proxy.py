@@ -55,7 +55,7 @@ class FakeForgetfulProxy:
 
             def _answer(self, body: bytes) -> None:
                 if proxy._forgets(body):
-                    status, answer = 200, json.dumps({"results": [1]}).encode()
+                    status, answer = 200, json.dumps({"results": [[1]]}).encode()
                 else:
                     status, answer = self._forward(body)
                     proxy._answered(body)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from grpo_recipes.launch.monitor import (
     RankStallDetector,
     ServerStallDetector,
     dump_stacks,
+    is_stopped,
     stale_compile_lock,
 )
 from grpo_recipes.launch.processes import find_rank_pids
@@ -399,6 +401,20 @@ def test_processes_leave_their_stacks_and_stopped_ones_are_named(tmp_path):
     assert "endless" in (tmp_path / "stacks/rank_0.txt").read_text()
     assert message.startswith("; stacks of rank_0.txt in ")
     assert message.endswith(f"; stopped by a signal (SIGSTOP): pid {children[1].pid}")
+
+
+def test_a_stopped_engine_is_named(tmp_path):
+    program = tmp_path / "VLLM::EngineCore_DP1"
+    program.symlink_to(Path("/bin/sleep").resolve())
+    engine = subprocess.Popen([program, "60"])
+    try:
+        os.kill(engine.pid, signal.SIGSTOP)
+        wait_for(lambda: is_stopped(engine.pid), "a stopped process")
+        message = dump_stacks(tmp_path, [engine.pid])
+    finally:
+        engine.kill()
+        engine.wait()
+    assert message == f"; stopped by a signal (SIGSTOP): pid {engine.pid} (EngineCore_DP1)"
 
 
 def test_only_ranks_that_live_on_this_node_are_asked_for_stacks(tmp_path):

@@ -438,7 +438,7 @@ def dump_stacks(run_dir: Path, ranks: Iterable[int], server: Group | None = None
     start, pids = time.time(), list(ranks)
     if server and (command := server.state().pid):
         pids += [*(process.pid for process in descendants(command)), command]  # engine and workers before the command
-    stopped = [str(pid) for pid in pids if is_stopped(pid)]
+    stopped = [_format_pid(pid) for pid in pids if is_stopped(pid)]
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR2)
@@ -447,6 +447,14 @@ def dump_stacks(run_dir: Path, ranks: Iterable[int], server: Group | None = None
     written = sorted(path.name for path in folder.glob("*.txt") if path.stat().st_mtime >= start - 1)
     stacks = f"; stacks of {', '.join(written)} in {display_path(folder)}" if written else ""
     return stacks + (f"; stopped by a signal (SIGSTOP): pid {', '.join(stopped)}" if stopped else "")
+
+
+def _format_pid(pid: int) -> str:
+    """Format a pid as text, with the name of the process if it is an engine of vLLM: ``4711 (EngineCore_DP1)``."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        name = psutil.Process(pid).name()
+        return f"{pid} ({name.removeprefix('VLLM::')})" if name.startswith("VLLM::") else str(pid)
+    return str(pid)
 
 
 def stale_compile_lock(folder: Path, start: float) -> str | None:
