@@ -11,6 +11,8 @@ import psutil
 import pytest
 from real_runs import Launch
 
+SMALL_GROUPS = ("--prompts_per_step", "64", "--num_generations", "4")  # some have four equal rewards
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -34,6 +36,7 @@ def test_the_guides_variables_are_what_the_real_server_and_trainer_run_with(laun
     run = launch(
         *("--max_steps", "2", "--save_strategy", "no"),
         *("--vllm_args", "{max_num_batched_tokens: 1024, enable_prefix_caching: false}"),
+        *("--dynamic_sampling", "true", "--dynamic_sampling_max_rounds", "20", *SMALL_GROUPS),
         VLLM_PORT=str(port), VLLM_MAX_LEN="77", VLLM_MODEL="smoke:sums",
         RUN_NAME="knobs", VLLM_MODE="server",
     )  # fmt: skip
@@ -52,4 +55,8 @@ def test_the_guides_variables_are_what_the_real_server_and_trainer_run_with(laun
     engine = next(line for line in run.log("server").splitlines() if "Initializing a V1 LLM engine" in line)
     assert "max_seq_len=77" in engine and "dtype=torch.float32" in engine and "tensor_parallel_size=1" in engine
     assert "enable_prefix_caching=False" in engine
+    # Every group with equal rewards is replaced, and the guard compares the log-probs of the final generation.
+    for row in run.rows():
+        assert row["dynamic_sampling/rounds"] > 0 and row["dynamic_sampling/groups_equal"] == 0
+        assert row["frac_reward_zero_std"] == 0 and row["sampling/sampling_logp_difference/mean"] < 1e-4
     assert run.run_dir.name.startswith("knobs-") and run.log_path("server").name.startswith("liv_vllm_knobs_")

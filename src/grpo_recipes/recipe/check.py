@@ -21,6 +21,7 @@ from grpo_recipes.recipe import (
     BrokenKey,
     Recipe,
     check_data,
+    dynamic_sampling,
     learning,
     maxent,
     merge_recipe,
@@ -64,7 +65,7 @@ def check(recipe: Recipe, environment: Mapping[str, str], device: str | None = N
     ``device`` is None if it is unknown. Checks that need a key with an invalid value are skipped.
     """
     problems: list[Problem] = []
-    rows = itertools.chain(rules.RULES, maxent.RULES, entries("rules"), overlap.RULES)
+    rows = itertools.chain(rules.RULES, maxent.RULES, entries("rules"), overlap.RULES, dynamic_sampling.RULES)
     checks: list[_Check] = [*(functools.partial(_rule_problems, row) for row in rows), *_CHECKS, *entries("checks")]
     checks += [functools.partial(function, device=device) for function in (sync_problems, head_size_problems)]
     for problems_of in checks:

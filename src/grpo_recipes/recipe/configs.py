@@ -174,6 +174,12 @@ class GRPOConfig(trl.GRPOConfig):
     prompts_per_step: int | None = key(None,
         "Prompts of one optimizer step on all devices; the per-device batch and accumulation are derived from it.",
         min=1, max=MOST_ROWS)
+    dynamic_sampling: bool = key(False,
+        "Replace each group whose rewards are all equal, which teaches nothing, by the group of another prompt before "
+        "the update; see docs/performance.md.")
+    dynamic_sampling_max_rounds: int = key(3,
+        "dynamic_sampling: most rounds of new prompts for a generation. Groups without a signal that are left stay in "
+        "the update.", min=1, max=100)
     trim_padding: bool = key(True,
         "Sort the rows of an optimizer step by length, and trim the padding of each forward pass.")
     pad_to_multiple_of: int | None = key(None,

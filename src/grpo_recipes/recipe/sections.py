@@ -116,6 +116,7 @@ class Batch(Section):
     max_steps = Key[int]("max_steps")
     num_train_epochs = Key[float]("num_train_epochs")
     seed = Key[int]("seed")
+    dynamic_sampling = Key[bool]("dynamic_sampling")
     trim_padding = Key[bool]("trim_padding")
     padding_free = Key[bool]("padding_free")
 

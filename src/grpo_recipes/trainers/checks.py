@@ -243,7 +243,11 @@ class Scoring:
             reward.start_generation(trainer._step, trainer.preemption.stop, give_up_after)
 
     def most_unscored(self, rows: int) -> int:
-        """Return how many of ``rows`` completions may be unscored without ending the run."""
+        """Return how many of ``rows`` completions may be unscored without ending the run.
+
+        A round of dynamic sampling has fewer rows than a generation, but may have as many unscored completions.
+        """
+        rows = max(rows, self._trainer.args.generation_batch_size)
         return math.floor(self.max_unscored * rows + 1e-9)  # 0.29 of 100 is 29, not 28
 
     def mark_failed(self, rewards_BR: torch.Tensor) -> None:

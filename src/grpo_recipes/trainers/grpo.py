@@ -34,6 +34,7 @@ from grpo_recipes.trainers.callbacks import Compute, LossCallback
 from grpo_recipes.trainers.checkpoints import Checkpoints, Preemption, begin_epoch, ended_by_callback
 from grpo_recipes.trainers.checks import Checks, Scoring
 from grpo_recipes.trainers.controllers import make_kl_controller, update_beta
+from grpo_recipes.trainers.dynamic_sampling import DynamicSampling
 from grpo_recipes.trainers.evaluation import CountedStream, Evaluation
 from grpo_recipes.trainers.metrics import MetricsRows, to_json_number
 from grpo_recipes.trainers.micro_batches import MicroBatches
@@ -97,6 +98,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             super().__init__(args=args, **kwargs)
         self.rows = MetricsRows(self, run_dir, args.process_index)
         self.best = BestModel(self, run_dir)
+        self.dynamic_sampling = DynamicSampling(self) if args.dynamic_sampling else None
         self.micro_batches = MicroBatches(self)
         self.rollouts = OverlappedRollouts(self) if args.overlap_generation else make_rollouts(self)
         if self.use_vllm:
@@ -212,6 +214,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.rollouts.name_generation(name)
         if self.source is not None:
             self.source.start_generation(inputs, name)
+        if self.dynamic_sampling is not None and is_training:
+            self.dynamic_sampling.start_generation(inputs, name)
         output = self.sample_and_score(inputs)
         if is_training:
             self.rows.record_prompt_values(inputs)
@@ -239,6 +243,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _generate(self, prompts: list[Any]) -> Any:
         """Generate as in TRL. If a source sampled, rewards get its messages, and log-probs use its temperatures."""
         generated = super()._generate(prompts)
+        if self.dynamic_sampling is not None and self.model.training:
+            self.dynamic_sampling.replace_groups(prompts, generated, super()._generate)
         if self.source is None:
             return generated
         self.temperature_B = self.source.temperatures
@@ -256,6 +262,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
     ) -> torch.Tensor:
         """Score: return the rewards of all ranks, (B, rewards), with NaN in the whole row of an unscored completion."""
+        if self.dynamic_sampling is not None and (scored_BR := self.dynamic_sampling.take_rewards()) is not None:
+            self.rewards_BR = scored_BR
+            return scored_BR
         self.scoring.begin(len(prompts))
         with self.preemption.cutting_short(), self.rows.phase("score"):
             rewards_BR: torch.Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)

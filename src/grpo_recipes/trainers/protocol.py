@@ -147,6 +147,11 @@ class InnerTrainer(SamplingTrainer, Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return TRL's loss of a micro-batch, and the same loss without KL divergence and entropy bonus."""
 
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
+    ) -> torch.Tensor:
+        """Return the rewards of these completions of all ranks, (B, rewards)."""
+
     def save_model(self, output_dir: str) -> None:
         """Write the model, as in transformers."""
 

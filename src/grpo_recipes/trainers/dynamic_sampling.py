@@ -1,0 +1,198 @@
+"""Replace groups whose rewards are all equal by groups of other prompts, before the update (DAPO, arXiv:2503.14476).
+
+Such a group has advantages of 0: it costs samples and teaches nothing. After sampling, the rewards of all groups are
+computed. In rounds, each group without a signal is replaced by a new prompt's group that has one, until no such group
+is left or ``dynamic_sampling_max_rounds`` is reached. The update keeps its size and its cost.
+
+The prompts of a round depend only on the seed, the generation and the round, so a resumed run draws the same ones.
+Several ranks replace the same groups as one rank.
+
+    dynamic = DynamicSampling(trainer)
+    dynamic.start_generation(rows, "3/12")
+    generated = trl_generate(prompts)
+    dynamic.replace_groups(prompts, generated, trl_generate)  # in place
+    rewards_BR = dynamic.take_rewards()
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from datasets import IterableDataset
+
+from grpo_recipes.algorithms.maxent import find_different_rewards
+from grpo_recipes.evaluate.scores import sum_weighted_rewards
+from grpo_recipes.trainers.protocol import InnerTrainer
+
+Row = dict[str, Any]  # a row of the training set
+Columns = tuple[Any, ...]  # the result of TRL's ``_generate``
+Generate = Callable[[list[Any]], Columns]  # TRL's ``_generate``: prompts of this rank -> columns
+
+# The columns of TRL's ``_generate`` with a value for each completion: token ids of prompt and completion, its text or
+# messages, and its log-probs. The other columns are None or empty without a source of rollouts.
+_PROMPT_IDS, _COMPLETION_IDS, _COMPLETIONS, _LOGPROBS = _COLUMNS = (0, 1, 3, 4)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A completion of a new group: its row, its prompt, and its values in ``_COLUMNS``."""
+
+    row: Row
+    prompt: Any
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The groups of one round."""
+
+    rewards_BR: torch.Tensor  # of all ranks
+    useful: list[int]  # numbers of the groups with a signal
+    completions: dict[int, list[Completion]]  # of the useful groups, by the group's number
+    tokens: int  # sampled tokens of all ranks
+
+
+class DynamicSampling:
+    """Replace the groups of a generation whose rewards are all equal, on every rank."""
+
+    def __init__(self, trainer: InnerTrainer) -> None:
+        if isinstance(trainer.train_dataset, IterableDataset):
+            problem = "dynamic_sampling: the other prompts of a stream are unknown"
+            raise ValueError(f"{problem}. Fix: pass a Dataset, or remove dynamic_sampling")
+        self._trainer = trainer
+        self._rows: list[Row] = []
+        self._name = ""
+        self._rewards_BR: torch.Tensor | None = None
+
+    def start_generation(self, rows: list[Row], name: str) -> None:
+        """Store this rank's rows of a training generation, which ``replace_groups`` changes, and the generation's name.
+
+        The name must be the same on every rank, and differ from the names of other generations.
+        """
+        self._rows, self._name, self._rewards_BR = rows, name, None
+
+    def take_rewards(self) -> torch.Tensor | None:
+        """Return the rewards of the completed generation, (B, rewards), of all ranks. A second call returns None."""
+        rewards_BR, self._rewards_BR = self._rewards_BR, None
+        return rewards_BR
+
+    def replace_groups(self, prompts: list[Any], generated: Columns, generate: Generate) -> None:
+        """Replace groups of equal rewards in this rank's ``prompts`` and columns, in place. Called by every rank.
+
+        ``generated`` are the columns that TRL's ``generate`` returned for ``prompts``. ``take_rewards`` then returns
+        the rewards of the result.
+        """
+        trainer, size = self._trainer, self._trainer.num_generations
+        rewards_BR = self._score(self._rows, prompts, generated)
+        first_reward = sum_weighted_rewards(rewards_BR, trainer.reward_weights).nanmean().item()
+        groups, equal, rounds = len(rewards_BR) // size, self._find_equal_groups(rewards_BR), 0
+        drawn, dropped, tokens = groups, len(equal), self._count_tokens(generated)
+        indices: set[int] = set()
+        while equal and rounds < trainer.args.dynamic_sampling_max_rounds:
+            rounds += 1
+            draw = self._draw_groups(len(equal), rounds, indices, generate)
+            drawn, dropped, tokens = drawn + len(equal), dropped + len(equal) - len(draw.useful), tokens + draw.tokens
+            for group, new_group in zip(equal, draw.useful, strict=False):
+                new_rows = slice(new_group * size, (new_group + 1) * size)
+                rewards_BR[group * size : (group + 1) * size] = draw.rewards_BR[new_rows]
+                self._insert(group, draw.completions[new_group], prompts, generated)
+            equal = equal[len(draw.useful) :]
+        self._rewards_BR = rewards_BR
+        metrics = {
+            "dynamic_sampling/rounds": rounds,
+            "dynamic_sampling/groups_drawn": drawn,
+            "dynamic_sampling/groups_dropped": dropped,
+            "dynamic_sampling/groups_equal": len(equal),
+            "dynamic_sampling/first_reward": first_reward,
+            "dynamic_sampling/tokens_per_useful_group": tokens / max(groups - len(equal), 1),
+        }
+        for name, value in metrics.items():
+            trainer.add_metric(name, float(value))
+
+    def _score(self, rows: list[Row], prompts: list[Any], generated: Columns) -> torch.Tensor:
+        """Return the rewards of these completions of all ranks, (B, rewards)."""
+        return self._trainer._calculate_rewards(rows, prompts, generated[_COMPLETIONS], generated[_COMPLETION_IDS])
+
+    def _find_equal_groups(self, rewards_BR: torch.Tensor) -> list[int]:
+        """Return the numbers of the groups without a signal.
+
+        All their rewards are equal, or at most one completion is scored. If TRL normalizes each
+        reward by itself, a group has a signal if one of its rewards differs.
+        """
+        trainer = self._trainer
+        rewards = [sum_weighted_rewards(rewards_BR, trainer.reward_weights)]
+        if trainer.args.multi_objective_aggregation == "normalize_then_sum":
+            rewards = list(rewards_BR.unbind(dim=1))
+        differ_RP = torch.stack([find_different_rewards(row.view(-1, trainer.num_generations)) for row in rewards])
+        numbers: list[int] = (~differ_RP.any(dim=0)).nonzero().flatten().tolist()
+        return numbers
+
+    def _count_tokens(self, generated: Columns) -> int:
+        """Return the number of sampled tokens of all ranks."""
+        return sum(gather_object([sum(map(len, generated[_COMPLETION_IDS]))]))
+
+    def _draw_groups(self, count: int, number: int, indices: set[int], generate: Generate) -> Draw:
+        """Sample and score ``count`` groups of other prompts in the round with this number.
+
+        All ranks sample the same number of groups, so the last prompt is sampled several times if necessary. Its
+        repetitions are ignored. ``indices`` gets the rows of the training set that were drawn in this generation.
+        """
+        trainer, size = self._trainer, self._trainer.num_generations
+        name = f"{self._name}/round-{number}"
+        chosen = self._choose_indices(count, name, indices)
+        per_rank = -(-count // trainer.accelerator.num_processes)
+        filled = chosen + chosen[-1:] * (per_rank * trainer.accelerator.num_processes - count)
+        first = trainer.accelerator.process_index * per_rank
+        rows = [dict(trainer.train_dataset[i]) for i in filled[first : first + per_rank] for _ in range(size)]
+        prompts = [row["prompt"] for row in rows]
+        trainer.rollouts.name_generation(name)
+        generated = generate(prompts)
+        trainer.rollouts.name_generation(self._name)
+        rewards_BR = self._score(rows, prompts, generated)[: count * size]
+        equal = self._find_equal_groups(rewards_BR)
+        useful = [group for group in range(count) if group not in equal]
+        completions = {
+            first + group: [
+                Completion(rows[row], prompts[row], tuple(_value_at(generated[column], row) for column in _COLUMNS))
+                for row in range(group * size, (group + 1) * size)
+            ]
+            for group in range(per_rank)
+            if first + group in useful
+        }
+        gathered = dict(gather_object(list(completions.items())))
+        return Draw(rewards_BR, useful, gathered, self._count_tokens(generated))
+
+    def _choose_indices(self, count: int, seed: str, chosen: set[int]) -> list[int]:
+        """Choose ``count`` rows of the training set at random, the same on every rank, and add them to ``chosen``.
+
+        A row in ``chosen`` is not chosen again before all rows were chosen.
+        """
+        random, rows = Random(f"{self._trainer.args.seed}/{seed}"), len(self._trainer.train_dataset)
+        indices: list[int] = []
+        while len(indices) < count:
+            index = random.randrange(rows)
+            if index not in chosen or len(chosen) == rows:
+                indices.append(index)
+                chosen.add(index)
+        return indices
+
+    def _insert(self, group: int, completions: list[Completion], prompts: list[Any], generated: Columns) -> None:
+        """Write the completions of a new group into the rows, prompts and columns of this rank that ``group`` covers.
+
+        A group can cover rows of two ranks.
+        """
+        first = group * len(completions) - self._trainer.accelerator.process_index * len(prompts)
+        for row, completion in enumerate(completions, first):
+            if 0 <= row < len(prompts):
+                self._rows[row], prompts[row] = completion.row, completion.prompt
+                for column, value in zip(_COLUMNS, completion.values, strict=True):
+                    if generated[column] is not None:
+                        generated[column][row] = value
+
+
+def _value_at(column: Sequence[Any] | None, row: int) -> Any:
+    """Return the value of a column in a row; None if TRL returned no such column."""
+    return None if column is None else column[row]
