@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -413,6 +414,42 @@ def test_prompts_must_come_from_a_dataset(tmp_path: Path, capsys) -> None:
     (tmp_path / "recipes").symlink_to(Path(__file__).resolve().parents[2] / "recipes")
     assert main(["eval", "recipes/examples/two_sums.yaml"]) == 2
     assert "the prompts come from an environment" in capsys.readouterr().err
+
+
+def test_prompts_are_written_with_their_pass_rates(evaluate, capsys) -> None:
+    options = ("--num-generations", "6", "--write-filtered", "medium.jsonl")
+    assert evaluate("my.yaml", *options, "--keep", "0.01..0.99") == 0
+    (row,) = lines(Path("medium.jsonl"))
+    assert row == {
+        "problem": "2+1=",
+        "answer": "3",
+        "level": 1,
+        "pass_rate": pytest.approx(result()["mean@6"] * 3 - 1, abs=1e-4),
+    }
+    output = capsys.readouterr().out
+    assert "1 of 3 prompts written to medium.jsonl" in output
+    counts = dict(re.findall(r"^(0|1|below \d(?:/\d)?) +(\d+)$", output, re.MULTILINE))
+    assert (counts["0"], counts["1"], sum(map(int, counts.values()))) == ("1", "1", 3)
+
+    Path("train.yaml").write_text(
+        RECIPE.replace("rows.jsonl", "medium.jsonl") + "dataset_filter: pass_rate in 0.1..0.9\n"
+    )
+    assert main(["check", "train.yaml"]) == 0
+    assert evaluate("my.yaml", *options, "--keep", "0..1") == 0
+    assert {row["problem"]: row["answer"] for row in lines(Path("medium.jsonl"))} == GOLD
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--keep", "0..1"), "--keep: does nothing without --write-filtered"),
+        (("--write-filtered", "a.jsonl", "--keep", "half"), "--keep: expected LEAST..MOST, got 'half'"),
+        (("--write-filtered", "a.csv"), "--write-filtered: expected a .jsonl file, got 'a.csv'"),
+    ],
+)
+def test_wrong_options_of_pass_rates_are_named(evaluate, options: tuple[str, ...], message: str, capsys) -> None:
+    assert evaluate("my.yaml", *options) == 2
+    assert message in capsys.readouterr().err and not OUT.exists()
 
 
 def test_the_key_comes_from_the_environment(evaluate, server: Answers, monkeypatch) -> None:

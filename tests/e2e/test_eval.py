@@ -114,14 +114,25 @@ def test_a_recipe_and_a_model_are_evaluated_on_a_server_that_runs(tmp_path: Path
         assert result["mean@16"] == pytest.approx(result["pass@1"]) and result["majority@16"] > result["majority@1"]
 
         bare_model = "grpo eval Qwen/Qwen2.5-0.5B-Instruct --dataset test.jsonl --reward math_verify"
-        words = documented(bare_model, {"Qwen/Qwen2.5-0.5B-Instruct": model})
-        words += ["--base-url", server.url, "--max_completion_length", "8"]  # the server's model is this folder
-        bare = done([*words, "--temperature", "0"], tmp_path, environment)
+        bare_words = documented(bare_model, {"Qwen/Qwen2.5-0.5B-Instruct": model})
+        bare_words += ["--base-url", server.url, "--max_completion_length", "8"]  # the server's model is this folder
+        bare = done([*bare_words, "--temperature", "0"], tmp_path, environment)
         assert bare.returncode == 0, bare.stderr
         result = json.loads((tmp_path / "evals/model/eval.json").read_text())
         assert (result["prompts"], result["samples"], result["model"]) == (7, 1, model) and result["pass@1"] > 0.5
+
+        with_rates = (
+            "grpo eval my.yaml --dataset train.jsonl --limit 100000 --num-generations 8 --write-filtered medium.jsonl "
+            "--keep 0.1..0.9"
+        )
+        words = [*documented(with_rates, {"train.jsonl": "test.jsonl"}), "--base-url", server.url, "--out", "rates"]
+        filtered = done([*words, "--served-model-name", server.name], tmp_path, environment)
+        assert filtered.returncode == 0, filtered.stderr
+        rates = [row["pass_rate"] for row in rows(tmp_path / "medium.jsonl")]
+        assert f"{len(rates)} of 7 prompts written to medium.jsonl" in filtered.stdout
+        assert all(0.1 <= rate <= 0.9 for rate in rates) and rates
         assert len(marked_processes(mark)) == before  # it started no server and left no reward process
 
-        other = done([*words, "--model", "x"], tmp_path, environment)
+        other = done([*bare_words, "--model", "x"], tmp_path, environment)
         assert other.returncode == 2 and "Traceback" not in other.stderr
     assert marked_processes(mark) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import datasets
 import pytest
 from golden import compare_messages, golden_files
@@ -47,6 +49,17 @@ def test_every_fault_of_a_mixture_is_told_at_once(files, read):
 
 def test_names_that_may_be_of_the_hub_are_not_looked_for(files, read):
     assert check(read(**mixture({"id": "a/b"}, {"id": "squad", "config": "x", "split": "y"})), {}) == []
+
+
+def test_the_column_of_a_filter_is_looked_up_in_a_local_file(files, read):
+    keys = {"dataset_name": "other.csv", "dataset_prompt_column": "question", "dataset_solution_column": "gold"}
+    assert check(read(**keys, dataset_filter="level in 1..3"), {}) == []
+    (problem,) = check(read(**keys, dataset_filter="levels in 1..3"), {})
+    assert problem.what == "dataset_filter: 'other.csv' has no column 'levels'"
+    assert problem.fix == "write one of question, gold, level, prompt"
+    Path("words.jsonl").write_text('{"problem": "a", "answer": "1"}\n' * 12)
+    (problem,) = check(read(dataset_name="words.jsonl", dataset_filter="problem in 1..3"), {})
+    assert problem.what == "dataset_filter: column 'problem' of 'words.jsonl' has no number in its first rows"
 
 
 def test_a_mixture_plans_without_a_dataset_name(files, read, planned):

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.cli import command, option, recipe_name
 from grpo_recipes.console.chat import ensure_smoke_model, exit_on_sigterm, find_run_or_model
+from grpo_recipes.console.eval_results import summarize_scores, write_results
+from grpo_recipes.console.filtered import KEPT_RATES, write_filtered
 from grpo_recipes.console.generate import (
     BACKEND,
     REQUESTS,
@@ -49,11 +51,12 @@ from grpo_recipes.process.reports import say
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.document import Value
-from grpo_recipes.recipe.generated import keys_of_data, recorded_values
+from grpo_recipes.recipe.generated import keys_of_data
 from grpo_recipes.recipe.registry import reward_keys
+from grpo_recipes.recipe.row_filter import parse_range
 from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, missing_argument_problems
 from grpo_recipes.runs.checkpoints import is_complete, list_complete_checkpoints
-from grpo_recipes.runs.rundir import Run, load_json_mapping, remove_files, write_atomically, write_json
+from grpo_recipes.runs.rundir import Run, load_json_mapping, remove_files
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
 
 if TYPE_CHECKING:
@@ -100,6 +103,8 @@ _CHUNK = 256  # completions scored at a time
         metavar="K",
         help="Values of k for pass@k and others (default: 1, 2, 4, ..., 5 and N)",
     ),
+    option("--write-filtered", type=Path, metavar="FILE", help="JSONL file for the prompts with their pass rates"),
+    option("--keep", metavar="RANGE", help="With --write-filtered: pass rates to keep (default: 0.1..0.9)"),
     option("--base-url", metavar="URL", help="URL of a server with the model (default: start a vLLM server)"),
     BACKEND,
     option("--served-model-name", metavar="NAME", help="With --base-url: name of the model on that server"),
@@ -165,10 +170,14 @@ def _evaluate(options: argparse.Namespace) -> int:
             return EXIT_INTERRUPTED
     result = {
         "model": subject.model, "recipe": display_path(recipe.path), "prompts": len(rows), "samples": n,
-        **_summarize_scores(recipe, [reward.__name__ for reward in rewards], scored, n, options.k),
+        **summarize_scores(recipe, [reward.__name__ for reward in rewards], scored, n, options.k),
         "seed": sampling.seed, "settings": {**settings, **code},
     }  # fmt: skip
-    _write_results(result, scored, out)
+    write_results(result, scored, out)
+    if options.write_filtered is not None:
+        limits = parse_range(options.keep or KEPT_RATES)
+        assert limits is not None  # _check_options has rejected other texts
+        write_filtered(options.write_filtered, rows, scored, limits, recipe.model.system_prompt)
     return 0
 
 
@@ -204,6 +213,14 @@ def _check_options(options: argparse.Namespace) -> None:
         problems.append(
             Problem("--served-model-name", "does nothing without --base-url", "add --base-url URL, or remove it")
         )
+    if options.keep is not None and options.write_filtered is None:
+        fix = "add --write-filtered FILE, or remove it"
+        problems.append(Problem("--keep", "does nothing without --write-filtered", fix))
+    if parse_range(options.keep or KEPT_RATES) is None:
+        problems.append(Problem("--keep", f"expected LEAST..MOST, got '{options.keep}'", f"write --keep {KEPT_RATES}"))
+    if options.write_filtered is not None and options.write_filtered.suffix != ".jsonl":
+        message = f"expected a .jsonl file, got '{options.write_filtered}'"
+        problems.append(Problem("--write-filtered", message, "end the name with .jsonl"))
     if problems:
         raise ConfigError(*problems)
 
@@ -459,61 +476,3 @@ def _score_completions(
                 file.put(index, entries)
         file.sort()
         return file.rows()
-
-
-def _summarize_scores(
-    recipe: Recipe, names: list[str], scored: Rows, n: int, ks: Sequence[int] | None
-) -> dict[str, Any]:
-    """Return the scores of an evaluation by name: pass@k and others, mean rewards, length, truncated and unscored.
-
-    ``NAME_ci`` has the 95 % interval of the score NAME. ``n`` is the number of completions per prompt, and ``ks`` has
-    the values of k. Also add to each completion in ``scored`` its weighted ``reward`` (None if it is unscored) and
-    whether it is ``right``.
-    """
-    import torch
-
-    from grpo_recipes.evaluate.scores import (
-        average_rewards,
-        extract_answer,
-        judge_completions,
-        score_groups,
-        sum_weighted_rewards,
-    )
-
-    completions = [completion for row in scored for completion in row["completions"]]
-    scores = [[completion["rewards"][name] for name in names] for completion in completions]
-    values = [[math.nan if score is None else score for score in row] for row in scores]
-    weights = torch.tensor(recipe.rewards.weights or [1.0] * len(names), dtype=torch.float32)
-    rewards = torch.tensor(values, dtype=torch.float32), names, weights
-    totals = sum_weighted_rewards(rewards[0], weights).tolist()
-    for completion, total, right in zip(completions, totals, judge_completions(*rewards), strict=True):
-        completion.update(reward=None if math.isnan(total) else total, right=right)
-    answers = [extract_answer(completion["text"]) for completion in completions]
-    at_k = score_groups(*rewards, answers, n, sorted(set(ks)) if ks else None)
-    means = average_rewards(*rewards) | {name: score for name, (score, _) in at_k.items()}
-    intervals = {f"{name}_ci": list(limits) for name, (_, limits) in at_k.items() if limits}
-    return {
-        **{name: None if math.isnan(value) else value for name, value in means.items()}, **intervals,
-        "truncated": sum(completion["truncated"] for completion in completions) / len(completions),
-        "mean_length": sum(completion["tokens"] for completion in completions) / len(completions),
-        "no_verdict": sum(math.isnan(total) for total in totals),
-        **recorded_values(scored),
-    }  # fmt: skip
-
-
-def _write_results(result: dict[str, Any], scored: Rows, out: Path) -> None:
-    """Write ``eval.json`` and ``eval.html`` into the folder ``out``, and print a table of the scores and the paths."""
-    from grpo_recipes.console.report.pages import render_evaluation_page
-    from grpo_recipes.stats import score_names
-
-    write_json(out / "eval.json", result)
-    write_atomically(out / "eval.html", render_evaluation_page(result, scored))
-    print(f"{'score':<12}{'value':>8}  95 % interval")
-    for name in [*score_names(result), "reward", "truncated", "mean_length", "no_verdict"]:
-        value, limits = result[name], result.get(f"{name}_ci")
-        text = "none" if value is None else str(value) if isinstance(value, int) else f"{value:.3f}"
-        print(f"{name:<12}{text:>8}" + (f"  {limits[0]:.3f} to {limits[1]:.3f}" if limits else ""))
-    if result.get("pass@1", 0.0) is None and result["reward"] is not None:
-        say("pass@k counts rewards of at least 1, but all rewards are lower; compare mean@k and best@k instead")
-    say(f"{result['prompts']} prompts x {result['samples']} completions of {result['model']}")
-    say(f"scores in {display_path(out / 'eval.json')}, samples in {display_path(out / 'eval.html')}")

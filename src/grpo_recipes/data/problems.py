@@ -185,6 +185,8 @@ class Counts:
     """Rows dropped since they have no prompt or no solution."""
     duplicates: int = 0
     """Rows dropped since prompt and answer equal an earlier row."""
+    filtered: int = 0
+    """Rows dropped since ``dataset_filter`` does not select them."""
     too_long: int = 0
     """Rows dropped since they are longer than ``max_prompt_length``."""
     other_answers: int = 0
@@ -206,6 +208,7 @@ class Counts:
         Rows that were read or too long have no line.
         """
         texts = {
+            "outside of dataset_filter dropped": self.filtered,
             "without a prompt or a solution dropped": self.empty,
             "equal to an earlier prompt and answer dropped": self.duplicates,
             "with the prompt of an earlier one and another answer kept": self.other_answers,

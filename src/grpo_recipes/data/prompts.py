@@ -18,6 +18,7 @@ from datasets import Dataset, IterableDataset, load_from_disk
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from grpo_recipes.data.filters import filter_rows
 from grpo_recipes.data.problems import (
     BATCH_ROWS,
     Batch,
@@ -160,7 +161,7 @@ def load_prompts(
             candidates = Problems(training.features, training.iter(BATCH_ROWS))
         else:
             source = get_train_source(args)
-            rows = load_rows(source, args, fetched)
+            rows = filter_rows(load_rows(source, args, fetched), args.dataset_filter, source.id, counts)
             if limit and not args.dataset_streaming:
                 rows = rows.shuffle(seed=seed, keep_in_memory=True)
             batch_rows = min(BATCH_ROWS, limit or BATCH_ROWS)
@@ -170,10 +171,15 @@ def load_prompts(
             order = "stream" if args.dataset_streaming else "shuffle by the seed"
             counts.notes.append(f"the first {limit} of the {order} (max_train_prompts)")
         if len(dataset) < least:
-            key = "max_train_prompts" if len(dataset) == limit else "max_prompt_length" if counts.too_long else None
+            causes = {
+                "max_train_prompts": len(dataset) == limit,
+                "max_prompt_length": counts.too_long,
+                "dataset_filter": counts.filtered,
+            }
+            key = next((name for name, is_cause in causes.items() if is_cause), None)
             problem = f"{len(dataset)} of {counts.read} prompts are left, one step needs {least}"
             long = [f"{counts.too_long} longer than max_prompt_length"] if counts.too_long else []
-            fix = f"raise {key} or lower prompts_per_step"
+            fix = f"{'widen' if key == 'dataset_filter' else 'raise'} {key} or lower prompts_per_step"
             fix = fix if key else "lower prompts_per_step, or name a larger dataset"
             raise config_error(key or "prompts_per_step", "; ".join([problem, *long, *counts.lines()]), fix)
         counts.notes += renderer.notes(dataset[0]["prompt"])

@@ -27,6 +27,7 @@ from grpo_recipes.recipe import (
     merge_recipe,
     overlap,
     rendering,
+    row_filter,
     rules,
     sort_problems,
 )  # fmt: skip
@@ -65,7 +66,9 @@ def check(recipe: Recipe, environment: Mapping[str, str], device: str | None = N
     ``device`` is None if it is unknown. Checks that need a key with an invalid value are skipped.
     """
     problems: list[Problem] = []
-    rows = itertools.chain(rules.RULES, maxent.RULES, entries("rules"), overlap.RULES, dynamic_sampling.RULES)
+    rows = itertools.chain(
+        rules.RULES, maxent.RULES, entries("rules"), overlap.RULES, dynamic_sampling.RULES, row_filter.RULES
+    )
     checks: list[_Check] = [*(functools.partial(_rule_problems, row) for row in rows), *_CHECKS, *entries("checks")]
     checks += [functools.partial(function, device=device) for function in (sync_problems, head_size_problems)]
     for problems_of in checks:
@@ -245,7 +248,8 @@ def _reward_variables(recipe: Recipe, environment: Mapping[str, str]) -> Iterato
 
 _CHECKS: tuple[_Check, ...] = (
     _model, kind_problems, _rounded_away, _user_code, check_data.reward_arguments, _reward_variables,
-    _benchmarks, check_data.training_data, check_data.evaluation_data, rendering.prompt_problems, passed_problems,
+    _benchmarks, check_data.training_data, check_data.evaluation_data, row_filter.find_column_problem,
+    rendering.prompt_problems, passed_problems,
 )  # fmt: skip
 
 # fmt: off

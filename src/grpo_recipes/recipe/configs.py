@@ -70,6 +70,9 @@ class CoreArguments(trl.ScriptArguments):
         "Keep only the text after the last occurrence of this marker in the solution, e.g. '####' for GSM8K.")
     system_prompt: str | None = key(None, "System message for every prompt without one.")
     chat_template: str | None = key(None, "Jinja chat template that replaces the tokenizer's template.")
+    dataset_filter: str | None = key(None,
+        "Train only on rows with a number in a range, e.g. 'pass_rate in 0.1..0.9'. `grpo eval --write-filtered` "
+        "writes such a column.")
     max_prompt_length: int | None = key(None,
         "Longest rendered prompt in tokens; longer prompts are dropped.", min=1, max=MOST_TOKENS)
     max_train_prompts: int | None = key(None,

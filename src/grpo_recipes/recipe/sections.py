@@ -87,6 +87,7 @@ class Data(Section):
     solution_marker = Key[str | None]("dataset_solution_marker")
     mixture = Key[dict[str, Any] | None]("dataset_mixture")
     streaming = Key[bool]("dataset_streaming")
+    filter = Key[str | None]("dataset_filter")
     max_prompt_length = Key[int | None]("max_prompt_length")
     max_train_prompts = Key[int | None]("max_train_prompts")
 
