@@ -18,6 +18,7 @@ EXTENSION = Extension(
     keys="dice.arguments:DiceArguments",
     prompt_source="dice.recipe:SOURCE",
     rollouts="dice.rollouts:DiceRollouts",
+    notes="dice.recipe:describe_die",
     commands={"roll": "dice.command:roll"},
 )
 """
@@ -25,13 +26,19 @@ ARGUMENTS = """
 from dataclasses import dataclass
 
 from grpo_recipes.recipe.fields import key
+from grpo_recipes.recipe.sections import Key, Section
 
 
 @dataclass
 class DiceArguments:
     dice_sides: int | None = key(None, "Sides of the die whose rolls are trained on.", min=2, max=9)
+
+
+class DiceKeys(Section):
+    sides = Key[int | None]("dice_sides")
 """
 RECIPE = """
+from dice.arguments import DiceKeys
 from grpo_recipes.recipe.sources import PromptSource
 
 
@@ -40,6 +47,10 @@ class Dice(PromptSource):
 
 
 SOURCE = Dice()
+
+
+def describe_die(recipe):
+    return [f"the die has {DiceKeys(recipe).sides} sides"]
 """
 COMMAND = """
 from grpo_recipes.cli import command, option
@@ -124,6 +135,7 @@ def test_an_installed_extension_adds_a_key_and_a_command_and_trains(overlay: Ove
     recipe.write_text(YAML.replace("use_cpu: true\n", ""))
     too_many = overlay.grpo("check", str(recipe), "--dice_sides", "10")
     assert too_many.returncode == 2 and "dice_sides" in too_many.stderr
+    assert "the die has 6 sides" in overlay.grpo("check", str(recipe)).stdout
     answer = overlay.grpo("launch", str(recipe), timeout=400)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     (run,) = (overlay.repository / "runs").iterdir()

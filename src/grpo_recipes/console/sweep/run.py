@@ -30,6 +30,7 @@ from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.terminal import LOG
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import read_frozen
+from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.rules import removal, uses_external_server
 from grpo_recipes.runs.code_version import read_code_state
 from grpo_recipes.runs.groups import COMPLETED, GONE
@@ -106,7 +107,8 @@ def _prepare_array(
         message = "the runs of an array would send different weights to one server"
         raise config_error(trial.recipe.location(key), message, fix)
     key = "atropos_api_url"
-    if trial := next((trial for trial in trials if trial.recipe[key] is not None), None):
+    has_key = key in catalogue()  # the extension may be missing
+    if trial := next((trial for trial in trials if has_key and trial.recipe[key] is not None), None):
         fix = f"{removal(trial.recipe, key)}: each run starts its own run-api; or leave out --slurm"
         raise config_error(trial.recipe.location(key), "the runs of an array can't share a run-api", fix)
     submission.require_environment(profile)
