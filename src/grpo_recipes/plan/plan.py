@@ -83,8 +83,7 @@ def make_plan(
         raise ConfigError(problem)
     devices.require_shareable_gpu(recipe, resources, mode, bridge)
     nodes, task, model = resources.all_nodes(), task_of(recipe), recipe.model.name
-    gpu_shared = devices.shares_gpu(recipe, resources, mode)
-    if gpu_shared and bridge == "shared":
+    if (gpu_shared := devices.shares_gpu(recipe, resources, mode)) and bridge == "shared":
         devices.require_exportable_memory(environment)
     # All nodes use the same number of threads, because it changes results on CPU. One core is left for the server.
     cores = min((nodes[trainers.node].cores - (mode != "colocate")) // trainers.count for trainers in placement)
@@ -122,8 +121,8 @@ def make_plan(
     )
     if problems := [problem for part in load_roles() for problem in part.problems(recipe, plan)]:
         raise ConfigError(*problems)
-    plan = replace(plan, data=describe_data(recipe, plan))
-    plan = replace(plan, max_num_seqs=choose_max_num_seqs(recipe, plan, resources.gpu_gib))
+    most_sequences = choose_max_num_seqs(recipe, plan, resources.gpu_gib)
+    plan = replace(plan, data=describe_data(recipe, plan), max_num_seqs=most_sequences)
     plan.notes.extend(_list_notes(plan, recipe, resources, environment, most_trainers))
     plan = with_sources(plan, recipe, resources, sources) if sources else plan
     return with_processes(plan, recipe, resources, environment, names, sources) if names else plan
