@@ -318,6 +318,7 @@ install_with_uv() {
     say "installing $(cat "${locks[@]}" | wc -l) packages with uv"
     uv_install --compile-bytecode "${locks[@]/#/--requirements=}" &&
         uv_install --no-build-isolation --editable "$root" || return
+    rm -f "$env_dir/.lock" # uv leaves it writable for every user
     say "installed the packages in $((SECONDS - start)) s"
 }
 

@@ -97,6 +97,10 @@ def test_uv_installs_the_packages_of_the_locks_and_the_project(locked: Checkout,
         if Path(home).stat().st_dev != locked.root.stat().st_dev:
             assert not list(Path(home).rglob("uv*"))
     assert not (locked.root / ".venv.uv-cache").exists()
+    writable = [
+        path for path in locked.root.glob(".venv/**/*") if path.lstat().st_mode & 0o002 and not path.is_symlink()
+    ]
+    assert writable == []  # by every user
 
     assert_packages_work(locked)
     compiled = list(locked.root.glob(".venv/lib/python3*/site-packages/__pycache__/planted_one.*.pyc"))
