@@ -27,7 +27,8 @@ RULES = [rule.name for rule in health._RULES]
 
 
 def cards_of(folder: Path, *names: str) -> list[Card]:
-    notices = [Notice(name, "the text", "lower it", 7, 60, True) for name in names]
+    fixes = {rule.name: rule.fix.replace("{remedy}", health._MORE_SPREAD) for rule in health._RULES}
+    notices = [Notice(name, "the text", fixes[name], 7, 60, True) for name in names]
     return make_cards(read_run(folder), folder, notices)
 
 
@@ -49,6 +50,18 @@ def test_a_card_says_what_was_seen_and_links_to_its_chart(tmp_path: Path) -> Non
     assert links["#chart-kl-divergence"]["data-step"] == "1"
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert "chart-kl-divergence" in ids and len(ids) == len(set(ids))
+
+
+def test_a_card_only_changes_keys_that_its_fix_names(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=12)
+    rows = [json.loads(line) | {"reward": 0.25, "frac_reward_zero_std": 1.0}
+            for line in (folder / "metrics.jsonl").read_text().splitlines()]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = page_of(folder).text
+    card = text[text.index("Nothing is learned") : text.index("Mean over the completions of a step")]
+    assert "grpo check-rewards RECIPE" in card and "--num_generations" not in card
+    (card,) = cards_of(folder, "few signals")
+    assert card.command.endswith("--num_generations 16")
 
 
 def test_a_completed_run_without_a_sign_has_its_usual_next_steps(tmp_path: Path) -> None:

@@ -82,14 +82,14 @@ def _make_notice_card(run: RunRecord, recipe: str, notice: Notice) -> Card:
     """Return the card of a notice, with a command that starts the recipe with other values."""
     advice = _ADVICE.get(notice.name, _Advice(notice.name.capitalize(), ""))
     text = f"{notice.text[0].upper()}{notice.text[1:]}. To fix it, {notice.fix}."
-    flags = _change_values(run.value, advice)
+    flags = _change_values(run.value, advice, notice.fix)
     command = f"grpo launch {recipe} {flags}" if flags and run.plan.get("task") in _TASKS else ""
     return Card(advice.title, text, advice.chart, notice.first, command, notice.serious)
 
 
-def _change_values(value: Value, advice: _Advice) -> str:
-    """Return flags with the new values of an advice; keys without a number or with 0 have none."""
-    numbers = {key: value(key) for key in advice.factors}
+def _change_values(value: Value, advice: _Advice, fix: str) -> str:
+    """Return flags with new values of the keys that ``fix`` names; keys without a number or with 0 have none."""
+    numbers = {key: value(key) for key in advice.factors if key in fix}
     changed = {
         key: type(number)(number * advice.factors[key])
         for key, number in numbers.items()
