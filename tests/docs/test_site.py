@@ -56,6 +56,8 @@ QUESTIONS = {
     "sweep": {"reports"},
     "docker": {"installation"},
     "migrate": {"migrate"},
+    "OOM": {"performance", "troubleshooting"},
+    "enable_thinking": {"datasets", "recipes"},
 }
 Seen = tuple[dict[tuple[str, int], dict[str, Any]], list[str]]
 
