@@ -286,7 +286,7 @@ def test_the_best_evaluation_is_named(tmp_path: Path) -> None:
 
 
 def test_a_change_within_the_noise_is_called_little(tmp_path: Path) -> None:
-    assert "Reward changed little" in page_of(make_run(tmp_path, lift=0.0)).text
+    assert "No clear trend in the reward, from" in page_of(make_run(tmp_path, lift=0.0)).text
     assert "Reward fell" in page_of(make_run(tmp_path, "down-20261120-101501", lift=-0.3)).text
 
 

@@ -125,8 +125,8 @@ def make_headline(run: RunRecord) -> str:
     """Return the headline of a run's report: its status if not completed, and whether the reward rose or fell.
 
     For example "Failed. Reward rose from 0.1 to 0.6 over 40 steps." The mean rewards of the first and of the last tenth
-    of the steps (at least 3 steps each) are compared. Below two standard errors, the sentence is "Reward changed
-    little". With overlap_generation, it adds "one step off-policy". Without rewards, it names the reason.
+    of the steps (at least 3 steps each) are compared. Below two standard errors, the sentence is "No clear trend in
+    the reward". With overlap_generation, it adds "one step off-policy". Without rewards, it names the reason.
     """
     outcome, rewards = run.outcome, run.metrics.known("reward")
     status = _STATUSES.get(run.status, ("", ""))[1]
@@ -138,7 +138,7 @@ def make_headline(run: RunRecord) -> str:
     change += ", one step off-policy" if run.value("overlap_generation") else ""
     if compare_ends(rewards):
         return f"{status}Reward {'rose' if outcome.last > outcome.first else 'fell'} {change}."
-    return f"{status}Reward changed little, {change}."
+    return f"{status}No clear trend in the reward, {change}."
 
 
 def collect_notices(run: RunRecord) -> list[Notice]:
