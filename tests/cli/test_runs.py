@@ -92,6 +92,14 @@ def test_a_run_is_named_by_folder_name_job_or_last(folder, capsys) -> None:
         assert "Fix: " in run_command(capsys, "status", which, code=2)
 
 
+def test_a_run_name_without_its_time_names_the_newest_run(folder, capsys) -> None:
+    make_run(folder, "first")
+    assert cli.main(["stop", "first"]) == 2
+    fix = "Fix: write first-stamp, the newest run with this run_name"
+    assert f"first: is not a run directory (no run.json). {fix}" in capsys.readouterr().err
+    assert cli.main(["status", "first-stamp"]) == 0
+
+
 def test_a_task_of_an_array_is_named_by_its_number(folder, capsys) -> None:
     run = make_run(folder, status="completed", job="slurm-12_3")
     assert run.folder.name in run_command(capsys, "status", "12_3")

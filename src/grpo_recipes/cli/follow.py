@@ -87,6 +87,9 @@ def _is_job_id(name: str) -> bool:
 def find_run(name: str) -> Run:
     """Find a run by its folder, its name, its job id, or ``last``; raise ConfigError if there is no such run."""
     fix = "give a run directory, a run in RUN_ROOT, the id of its job, or last"
+    runs = rundir.list_runs(run_root(os.environ))  # the newest first
+    if newest := next((run for run in runs if run.folder.name.startswith(f"{name}-")), None):
+        fix = f"write {newest.folder.name}, the newest run with this run_name"
     folder = str(_folder_of_job(name)) if _is_job_id(name) else name
     return rundir.find_run(run_root(os.environ), folder, name, fix)
 
