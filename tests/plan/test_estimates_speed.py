@@ -52,6 +52,7 @@ def test_the_median_of_earlier_runs_without_their_first_step(past):
         {"model": "other"},
         {"flavour": "cpu"},
         {"mode": "colocate"},
+        {"replicas": 2},
         {"task": "maxent"},
         {"batch": None},
         {"batch": {"completions": 48, "world_size": 1, "tokens": None}},
@@ -61,6 +62,13 @@ def test_a_run_of_another_kind_does_not_count(changes, past):
     past(5.0, **changes)
     assert past.speed().seconds is None
     assert "no earlier run" in str(past.speed(60))
+
+
+def test_a_plan_of_before_replicas_has_one(past):
+    plan = past.plan.as_json()
+    del plan["replicas"]
+    (past(5.0) / "plan.json").write_text(json.dumps(plan))
+    assert past.speed().seconds == 5.0
 
 
 def test_only_the_newest_runs_count(past):

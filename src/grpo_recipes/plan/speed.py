@@ -1,4 +1,4 @@
-"""Predict the speed of a planned run from earlier runs with the same name, model, batch and number of trainers."""
+"""Predict the speed of a planned run from earlier runs with the same name, model, batch, trainers and replicas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _TAIL_BYTES = 1 << 18  # read from the end of metrics.jsonl: a few hundred steps
 _MOST_RUNS = 200  # newest runs with the same name to read
 _MOST_ALIKE = 5  # newest comparable runs to use
 _WARM_UP_STEPS = 1  # the first step of a run compiles and fills caches
-_ALIKE = ("task", "model", "flavour", "mode", "completions", "world_size", "tokens")  # comparable runs have these equal
+# Values of the plan that comparable runs have equal.
+_ALIKE = ("task", "model", "flavour", "mode", "completions", "world_size", "tokens", "replicas")
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Speed:
 
     def __str__(self) -> str:
         if self.seconds is None:
-            return "no earlier run in run_root with this name, model, batch and number of trainers"
+            return "no earlier run in run_root with this name, model, batch, and numbers of trainers and replicas"
         pace = f"{self.seconds:.3g} s per step in {self.runs} earlier run{'s' if self.runs > 1 else ''}"
         if self.walltime is None:
             return f"{pace}: {3600 / self.seconds:,.0f} steps per hour"
@@ -43,8 +44,8 @@ class Speed:
 def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed:
     """Return the median step time of comparable earlier runs, and the number of steps within ``walltime`` seconds.
 
-    Comparable runs are in the same run_root and have the same name, model, batch and number of trainers (``_ALIKE``).
-    The newest ``_MOST_ALIKE`` of them count, without their first step. In the result, ``seconds`` is None if there is
+    Comparable runs are in the same run_root and have the same name, model, batch, and numbers of trainers and replicas
+    (``_ALIKE``). The newest ``_MOST_ALIKE`` of them count, without their first step. ``seconds`` is None if there is
     no such run. ``steps`` is None without such a run or without ``walltime``.
     """
     facts, medians = _speed_facts(plan.as_json()), list[float]()
@@ -70,5 +71,5 @@ def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed
 
 def _speed_facts(plan: Mapping[str, Any]) -> list[Any]:
     """Return the values of a plan that comparable runs have in common."""
-    facts = {**plan.get("batch", {}), **plan}
+    facts = {"replicas": 1, **plan.get("batch", {}), **plan}  # earlier plans have no replicas
     return [facts.get(key) for key in _ALIKE]
