@@ -105,7 +105,7 @@ def test_runs_profiles_and_the_keys_of_a_sweep(offered):
 
 def test_keys_that_every_recipe_is_rejected_for_are_not_offered(offered):
     """M5: completion offered keys that grpo check rejects for every useful value."""
-    for begin in ("load_in", "load_best", "save_only", "bnb_", "use_bnb"):
+    for begin in ("load_in", "save_only", "bnb_", "use_bnb"):
         assert any(key.startswith(begin) for key in catalogue()), begin
         assert offered("grpo", "launch", f"--{begin}") == offered("grpo", "keys", begin) == set()
     assert offered("grpo", "check", "--") >= {"--use_peft", "--save_steps", "--unset"}

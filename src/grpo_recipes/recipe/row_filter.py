@@ -18,7 +18,7 @@ from grpo_recipes.recipe.rules import Rule
 from grpo_recipes.recipe.shapes import root_of, value_at
 from grpo_recipes.recipe.sources import requested_source
 
-_EXAMPLE = "dataset_filter: pass_rate in 0.1..0.9"
+_EXAMPLE = "dataset_filter: 'pass_rate in 0.1..0.9'"
 _FILTER = re.compile(r"\s*(\S+)\s+in\s+(\S+)\s*")
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _RANGE = re.compile(rf"({_NUMBER.pattern})\.\.({_NUMBER.pattern})")
@@ -74,7 +74,7 @@ def find_column_problem(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Proble
 # fmt: off
 RULES = (
     Rule("dataset_filter", lambda r: r.data.filter is not None and parse_row_filter(r.data.filter) is None,
-        "dataset_filter: expected COLUMN in LEAST..MOST, got '{dataset_filter}'", f"write, e.g., {_EXAMPLE}"),
+        "dataset_filter: expected COLUMN in LEAST..MOST, got '{dataset_filter}'", f"write {_EXAMPLE}, for example"),
     Rule("dataset_filter", lambda r: r.data.filter is not None and r.data.mixture is not None,
         "dataset_filter and dataset_mixture can't be combined", "{removal}, and filter the files of the mixture"),
     Rule("dataset_filter", lambda r: r.data.filter is not None

@@ -254,7 +254,7 @@ def test_a_script_is_not_a_recipe_to_translate(name, tmp_path, monkeypatch, caps
         ("tools", "environment: verifiers:NAME"),
         ("environment_factory", "environment: file.py:Class"),
         ("rollout_func", "environment: file.py:Class"),
-        ("dynamic_sampling", "scale_rewards: none"),
+        ("filter_groups", "dynamic_sampling: true"),
         ("max_staleness", "overlap_generation: true"),
         ("curriculum", "shuffle_dataset: false"),
         ("defaults", "--cfg job"),
