@@ -37,7 +37,7 @@ def steps_to(run: list[float]) -> float:
 
 
 def tables(rows: list[dict[str, Any]]) -> str:
-    """Return the tables of docs/performance.md."""
+    """Return the tables of docs/measurements.md."""
     return "".join(f"\n{_table(title, runs)}" for title, runs in _tasks(rows)) + "\n"
 
 

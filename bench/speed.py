@@ -2,7 +2,7 @@
 
     python bench/speed.py [--only PART...] [--quick] [--out bench/results/speed.json]
 
-Writes the record, and the figure and the tables of docs/performance.md. Compared trainers take one step each in turn,
+Writes the record, and the figure and the tables of docs/measurements.md. Compared trainers take one step each in turn,
 in one process, with one thread each, at learning rate 0. A ratio is the median over neighboring steps, with its 95 %
 interval. The model is random, with four layers and 256 hidden units.
 

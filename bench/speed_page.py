@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md, from the record that ``speed.py`` writes."""
+"""The tables of docs/measurements.md, from the record that ``speed.py`` writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_recipes.paths import find_code_root
 
-PAGE = find_code_root() / "docs/performance.md"
+PAGE = find_code_root() / "docs/measurements.md"
 FIGURE = "![Ratios with their intervals and goals](assets/speed.svg)"
 BEGIN = "## Measured\n"  # this script writes the text below it
 # Part -> heading, base of the ratios, and (case, arm) -> goal. A case of None matches any case.

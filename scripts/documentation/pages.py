@@ -32,7 +32,7 @@ SEARCH_BOOST = {
     "troubleshooting.md": 2.3, "slurm.md": 2.5, "installation.md": 1.2, "evaluation.md": 1.5, "performance.md": 1.5,
     "weights.md": 1.5, "reports.md": 2, "rewards.md": 1.5, "datasets.md": 1.5,
     "configuration.md": 0.5, "reference.md": 0.5, "environments.md": 0.7, "atropos.md": 0.4, "migrate.md": 0.5,
-    "changelog.md": 0.2, "maxent-evidence.md": 0.2, "maxent-protocol.md": 0.2,
+    "changelog.md": 0.2, "maxent-evidence.md": 0.2, "maxent-protocol.md": 0.2, "measurements.md": 0.3,
 }  # fmt: skip
 
 

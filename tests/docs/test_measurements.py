@@ -143,18 +143,20 @@ def test_what_digests_add_to_a_save_is_the_recorded_share() -> None:
 
 
 def test_what_overlap_costs_in_samples_is_the_difference_of_the_medians() -> None:
-    text = " ".join((REPOSITORY / "docs/performance.md").read_text().split())
+    text, guide = (
+        " ".join((REPOSITORY / f"docs/{page}.md").read_text().split()) for page in ("measurements", "performance")
+    )
     medians = re.findall(r"median ([\d.]+); with overlap [\d to]+, median ([\d.]+)\.", text)
     assert [float(late) - float(early) for early, late in medians] == [1.5, 1.5]
     (sums, sums_late), (countdown, countdown_late) = medians
-    assert f"took {sums_late} steps instead of {sums} on sums, and {countdown_late} instead of {countdown} on" in text
+    assert f"took {sums_late} steps instead of {sums} on sums, and {countdown_late} instead of {countdown} on" in guide
 
 
 def test_sampling_has_the_recorded_share_of_a_step() -> None:
     arms = json.loads((REPOSITORY / "bench/results/speed.json").read_text())["step"]["found"]
     bare = [arms[name]["bare TRL"] for name in ("lognormal", "lognormal, 8 x 16")]
     small, large = (round(100 * arm["seconds_sampling"] / arm["seconds_median"]) for arm in bare)
-    text = " ".join((REPOSITORY / "docs/performance.md").read_text().split())
+    text = " ".join((REPOSITORY / "docs/measurements.md").read_text().split())
     assert f"{small} % of TRL's step with 4 prompts" in text and f"and {large} % with 8 prompts of 16" in text
 
 

@@ -62,7 +62,7 @@ def test_the_estimate_is_within_15_percent_of_the_recorded_peak(name, role):
 
 @pytest.mark.parametrize(("lengths", "trainer"), GPU_ROWS)
 def test_the_estimate_is_at_most_12_percent_above_the_recorded_memory_of_a_gpu(lengths, trainer):
-    """M14: no row of docs/performance.md is estimated below the memory that the GPU held."""
+    """M14: no row of docs/measurements.md is estimated below the memory that the GPU held."""
     record = recorded_on_gpu()
     row = record["found"][lengths][trainer]
     rows = row["tokens_per_micro_batch"] // record["workload"]["sequence"]

@@ -5,8 +5,8 @@
 The formulas follow the source of torch, TRL, accelerate and DeepSpeed (TRL 1.16, DeepSpeed 0.19). The constants are
 measured:
 
-* on CPU by ``bench/memory_estimate.py`` (docs/performance.md, ``bench/results/memory_estimate.json``);
-* for a trainer on one GPU by ``bench/gpu_step.py`` (docs/performance.md, ``bench/results/gpu_step.json``).
+* on CPU by ``bench/memory_estimate.py`` (docs/measurements.md, ``bench/results/memory_estimate.json``);
+* for a trainer on one GPU by ``bench/gpu_step.py`` (docs/measurements.md, ``bench/results/gpu_step.json``).
 
 A test compares the estimate with every row of both records. NCCL's buffers and vLLM servers on GPUs are not measured.
 """
@@ -34,11 +34,11 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Memory of processes without a model: bench/results/memory_estimate.json, case "constant".
 _TRAINER_IMPORTS = 780_000_000
 _SERVER_IMPORTS = 1_950_000_000  # API server, engine and a worker, each with torch and vLLM
-# CUDA's context with its libraries: measured 0.76 to 0.78 GiB in addition to torch's allocator. docs/performance.md,
+# CUDA's context with its libraries: measured 0.76 to 0.78 GiB in addition to torch's allocator. docs/measurements.md,
 # bench/results/gpu_step.json, "memory", "beside torch".
 _CUDA_CONTEXT = GIB * 4 // 5
 # Reserved memory in gaps between blocks of torch's allocator: 9.0 to 15.2 % of the allocated memory.
-# docs/performance.md, bench/results/gpu_step.json, "memory", "reserved" and "allocated".
+# docs/measurements.md, bench/results/gpu_step.json, "memory", "reserved" and "allocated".
 _GAPS = 0.16
 # Not measured: NCCL's buffers (assumed 1 GiB together with CUDA's context) and the graphs that vLLM captures.
 _NCCL, _CUDA_GRAPHS = GIB - _CUDA_CONTEXT, GIB
