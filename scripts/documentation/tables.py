@@ -175,7 +175,7 @@ def commands_help() -> str:
     parts = []
     with unittest.mock.patch.dict(os.environ, {"COLUMNS": "100"}):
         for name, parser in command_parsers().items():
-            parts.append(f"## grpo {name}\n\n```\n{parser.format_help().rstrip()}\n```")
+            parts.append(f"## grpo {name}\n\n```console\n{parser.format_help().rstrip()}\n```")
     return "\n\n".join(parts)
 
 
