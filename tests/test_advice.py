@@ -272,7 +272,7 @@ EVALUATES = "eval_strategy: steps\neval_steps: 5\n"
 FINDINGS = {
     "a flag with a YAML list": Case("a.yaml", MODEL, ("--reward_funcs", "[math_verify, format_tag]")),
     "sequences over GPUs": Case("a.yaml", f"{MODEL}sequence_parallel_size: 2\n"),
-    "a tracker": Case("a.yaml", f"{MODEL}report_to: mlflow\n"),
+    "a tracker": Case("a.yaml", f"{MODEL}report_to: clearml\n"),
     "a misspelt key": Case("a.yaml", f"{MODEL}learning_rte: 1e-6\n"),
     "an evaluation switched off": Case(
         "a.yaml", f"{MODEL}eval_strategy: steps\neval_steps: 5\n", ("--eval_strategy", "no")

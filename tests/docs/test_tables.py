@@ -25,6 +25,7 @@ from grpo_recipes.recipe.converters import UNREAD_VARIABLES
 from grpo_recipes.recipe.generated import recorded_columns
 from grpo_recipes.recipe.keys import READ_VARIABLES, catalogue, environment_keys
 from grpo_recipes.recipe.registry import OBJECTIVES, SYNC_METHODS, benchmarks, rewards
+from grpo_recipes.recipe.trackers import TRACKERS
 from grpo_recipes.runs.rundir import finish_summary
 from grpo_recipes.trainers.metrics import PHASES
 from grpo_recipes.weights.guard import TOLERANCES, describe_checksum_error, describe_logprob_error
@@ -61,6 +62,11 @@ NO_VARIABLES = {
     "NO_SHARD",
     "DETAIL",
     "INFO",
+    "COMET_START_ONLINE",
+    "MLFLOW_TRACKING_URI",
+    "SWANLAB_MODE",
+    "TENSORBOARD_LOGGING_DIR",
+    "TRACKIO_DIR",
 }
 
 
@@ -90,6 +96,7 @@ def test_every_variable_that_is_read_is_documented_and_no_other() -> None:
 def test_variables_named_in_sentences_exist() -> None:
     known = {*environment_keys(), *READ_VARIABLES, *shell_variables(), *PASSED_ON, *REMOVED, *NO_VARIABLES}
     known |= UNREAD_VARIABLES.keys()
+    known |= {name for tracker in TRACKERS.values() for name in (*tracker.secrets, *tracker.project)}
     for page in PAGES:
         for span in code_words(prose(page)):
             for name in re.findall(r"^([A-Z][A-Z0-9_]{3,})(?:=\S*)?$", span):

@@ -75,6 +75,14 @@ def test_a_folder_the_user_chose_is_left_alone(tmp_path, name):
     assert name not in added
 
 
+def test_trackers_that_compare_runs_have_a_folder_for_all_of_them(tmp_path):
+    runs = [run_environment({}, Scratch(tmp_path, tmp_path), tmp_path / name, "x") for name in ("first", "second")]
+    for name in ("TRACKIO_DIR", "MLFLOW_TRACKING_URI"):
+        assert runs[0][name] == runs[1][name]
+    assert runs[0]["TRACKIO_DIR"] == str(tmp_path / "trackio")
+    assert runs[0]["MLFLOW_TRACKING_URI"] == f"file://{tmp_path}/mlruns"
+
+
 def test_a_login_to_the_hub_outlives_our_choice_of_cache(tmp_path):
     scratch = Scratch(tmp_path, tmp_path)
     login = tmp_path / ".cache/huggingface/token"
@@ -90,7 +98,10 @@ def test_the_environments_own_tools_come_first_on_the_path():
     assert folders == [str(Path(sys.executable).parent), "/usr/bin", "/bin"]
 
 
-LOGIN = {"HF_TOKEN": "a", "WANDB_API_KEY": "b", "JUDGE_KEY": "c", "AWS_SECRET_ACCESS_KEY": "d", "HOME": "/home/ada"}
+LOGIN = {
+    "HF_TOKEN": "a", "WANDB_API_KEY": "b", "JUDGE_KEY": "c", "AWS_SECRET_ACCESS_KEY": "d", "HOME": "/home/ada",
+    "MLFLOW_TRACKING_PASSWORD": "e", "SWANLAB_API_KEY": "f", "COMET_API_KEY": "g", "TRACKIO_WRITE_TOKEN": "h",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -99,6 +110,9 @@ LOGIN = {"HF_TOKEN": "a", "WANDB_API_KEY": "b", "JUDGE_KEY": "c", "AWS_SECRET_AC
         ({"report_to": ["none"]}, True, set()),
         ({"report_to": ["none"]}, False, {"HF_TOKEN"}),
         ({"report_to": ["wandb"]}, True, {"WANDB_API_KEY"}),
+        ({"report_to": ["tensorboard", "mlflow"]}, True, {"MLFLOW_TRACKING_PASSWORD"}),
+        ({"report_to": ["swanlab", "comet_ml"]}, True, {"SWANLAB_API_KEY", "COMET_API_KEY"}),
+        ({"report_to": ["trackio"]}, True, {"TRACKIO_WRITE_TOKEN"}),
         ({"reward_environment": ["JUDGE_KEY"], "report_to": ["none"]}, True, {"JUDGE_KEY"}),
         ({"callbacks": ["mine.py:Mine"], "report_to": ["none"]}, True, {*LOGIN} - {"HOME"}),
     ],

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.launch.resolve import require_wandb_access
-from grpo_recipes.plan.commands import wandb_environment
+from grpo_recipes.launch.resolve import require_tracker_access
+from grpo_recipes.plan.commands import tracker_environment
 from grpo_recipes.process.reports import can_connect, can_reach, find_route
 from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 
@@ -85,11 +85,11 @@ def test_an_address_answers_through_its_proxy(port):
 def test_a_run_that_reports_to_wandb_needs_a_route(read, port):
     recipe = read(report_to=["tensorboard", "wandb"])
     with pytest.raises(ConfigError, match=r"recipe.yaml:\d+: W&B does not answer at .*WANDB_MODE=offline"):
-        require_wandb_access(recipe, {"WANDB_BASE_URL": NOWHERE})
-    require_wandb_access(recipe, {"WANDB_BASE_URL": f"http://127.0.0.1:{port}"})
-    require_wandb_access(recipe, {"WANDB_BASE_URL": NOWHERE, "WANDB_MODE": "offline"})
-    require_wandb_access(read(report_to="tensorboard"), {"WANDB_BASE_URL": NOWHERE})
-    require_wandb_access(read(report_to="none"), {"WANDB_BASE_URL": NOWHERE})
+        require_tracker_access(recipe, {"WANDB_BASE_URL": NOWHERE})
+    require_tracker_access(recipe, {"WANDB_BASE_URL": f"http://127.0.0.1:{port}"})
+    require_tracker_access(recipe, {"WANDB_BASE_URL": NOWHERE, "WANDB_MODE": "offline"})
+    require_tracker_access(read(report_to="tensorboard"), {"WANDB_BASE_URL": NOWHERE})
+    require_tracker_access(read(report_to="none"), {"WANDB_BASE_URL": NOWHERE})
 
 
 def test_a_launch_without_a_route_starts_nothing(tmp_path):
@@ -117,12 +117,21 @@ def test_a_launch_without_a_route_starts_nothing(tmp_path):
 
 def test_wandb_keys_become_its_variables_and_a_variable_wins_over_the_recipe(read):
     keys = {"wandb_project": "maths", "wandb_entity": "lab", "wandb_run_group": "ablation"}
-    assert wandb_environment(read()) == {}
-    assert wandb_environment(read(**keys)) == {
+    assert tracker_environment(read(), {}) == {}
+    assert tracker_environment(read(**keys), {}) == {
         "WANDB_PROJECT": "maths",
         "WANDB_ENTITY": "lab",
         "WANDB_RUN_GROUP": "ablation",
     }
-    assert wandb_environment(read((), {"WANDB_PROJECT": "mine"}, **keys))["WANDB_PROJECT"] == "mine"
+    assert tracker_environment(read((), {"WANDB_PROJECT": "mine"}, **keys), {})["WANDB_PROJECT"] == "mine"
     flags = ["--wandb_project", "flag"]
-    assert wandb_environment(read(flags, {"WANDB_PROJECT": "mine"}, **keys))["WANDB_PROJECT"] == "flag"
+    assert tracker_environment(read(flags, {"WANDB_PROJECT": "mine"}, **keys), {})["WANDB_PROJECT"] == "flag"
+
+
+def test_the_project_reaches_every_tracker_of_the_recipe(read):
+    keys = {"report_to": ["mlflow", "swanlab", "comet_ml"], "project": "maths"}
+    names = ("MLFLOW_EXPERIMENT_NAME", "SWANLAB_PROJECT", "COMET_PROJECT_NAME", "WANDB_PROJECT")
+    assert tracker_environment(read(**keys), {}) == dict.fromkeys(names, "maths")
+    assert tracker_environment(read(report_to=["mlflow"]), {}) == {"MLFLOW_EXPERIMENT_NAME": "grpo-recipes"}
+    assert "MLFLOW_EXPERIMENT_NAME" not in tracker_environment(read(**keys), {"MLFLOW_EXPERIMENT_ID": "5"})
+    assert tracker_environment(read(**keys, wandb_project="mine"), {})["WANDB_PROJECT"] == "mine"

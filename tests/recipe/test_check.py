@@ -173,6 +173,12 @@ def test_a_value_of_the_wrong_type_hides_no_other_problem(tmp_path, keys, messag
     assert len(refused.value.problems) > 1 and message in str(refused.value)
 
 
+def test_a_tracker_without_its_package_is_rejected_with_the_command_that_installs_it(read):
+    (problem,) = check(read(report_to="swanlab"), {})
+    assert problem.what == "report_to ['swanlab'] needs the package swanlab<0.8, which is not installed"
+    assert problem.fix == "remove report_to, or pip install 'swanlab<0.8' into this environment"
+
+
 def test_the_callback_of_another_tracker_needs_its_package(read, monkeypatch):
     """R14: a missing package passed the check and ended the run in a traceback."""
     (problem,) = check(read(callbacks=["transformers.integrations:MLflowCallback"]), {})

@@ -118,6 +118,16 @@ def test_a_package_that_is_installed_is_not_missing(tmp_path: Path, monkeypatch:
     assert missing_package("use_liger_kernel", True) is None and missing_package("use_liger_kernel", False) is None
 
 
+@pytest.mark.parametrize(("version", "package"), [("0.7.20", None), ("0.10.3", "swanlab<0.8")])
+def test_a_version_that_does_not_work_counts_as_missing(tmp_path, monkeypatch, version, package):
+    assert missing_package("report_to", ["swanlab"]) == "swanlab<0.8"
+    (tmp_path / "swanlab.py").touch()
+    (tmp_path / f"swanlab-{version}.dist-info").mkdir()
+    (tmp_path / f"swanlab-{version}.dist-info/METADATA").write_text(f"Name: swanlab\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert missing_package("report_to", ["swanlab"]) == package
+
+
 @pytest.mark.parametrize(
     ("key", "value", "package"),
     [
@@ -126,6 +136,7 @@ def test_a_package_that_is_installed_is_not_missing(tmp_path: Path, monkeypatch:
         ("callbacks", ["transformers:TrainerCallback"], None),
         ("report_to", ["wandb"], None),
         ("report_to", ["tensorboard", "none"], None),
+        ("report_to", ["wandb", "comet_ml"], "comet-ml"),
         ("optim", "galore_adamw", "galore-torch"),
         ("use_liger_kernel", True, "liger-kernel"),
     ],

@@ -20,7 +20,7 @@ from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Ending, read_last_lines
 from grpo_recipes.launch.resolve import record_job
 from grpo_recipes.paths import display_path, shell_path
-from grpo_recipes.plan.commands import base_environment, run_environment, wandb_environment
+from grpo_recipes.plan.commands import base_environment, run_environment, tracker_environment
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.roles import remove_access_files, write_access_files
 from grpo_recipes.plan.types import Names, Plan
@@ -111,7 +111,11 @@ def prepare_attempt(
         record_job(run.folder, recipe, resources.job.name)
     if removed := remove_dead_scratch(os.environ):
         say(removed)
-    tracking = {**wandb_environment(recipe), "WANDB_RUN_ID": run.identity["wandb_id"], "WANDB_RESUME": "allow"}
+    tracking = {
+        **tracker_environment(recipe, os.environ),
+        "WANDB_RUN_ID": run.identity["wandb_id"],
+        "WANDB_RESUME": "allow",
+    }
     first_step = newest_step(run)
     with contextlib.ExitStack() as undo:
         scratch = make_scratch(os.environ)

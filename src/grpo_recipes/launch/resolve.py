@@ -24,8 +24,10 @@ from grpo_recipes.recipe.check import check, choose_recipe, resolve_recipe
 from grpo_recipes.recipe.document import Value, as_words, read_flags
 from grpo_recipes.recipe.generated import keys_of_data
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE
+from grpo_recipes.recipe.rules import reports_to
 from grpo_recipes.recipe.sources import user_code
 from grpo_recipes.recipe.tasks import GRPO, requested_task, same_task
+from grpo_recipes.recipe.trackers import remote_trackers
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, spec_problem, split_spec
 from grpo_recipes.runs import rundir
 from grpo_recipes.runs.checkpoints import find_newest_complete, parse_step, read_world_size, verify_run_files
@@ -304,22 +306,12 @@ def _batch_sizes(recipe: Recipe, batch: Mapping[str, int]) -> str:
     return f"{step_prompts} prompts per step, {generation_prompts} per generation, {group_size} completions of each"
 
 
-OFFLINE_WANDB = "export WANDB_MODE=offline and run wandb sync later, or set report_to: none"
-
-
-def needs_wandb(recipe: Recipe, environment: Mapping[str, str]) -> bool:
-    """Return whether the run sends data to W&B: ``report_to`` has wandb, and W&B is neither offline nor disabled."""
-    offline = environment.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
-    disabled = environment.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes")
-    return "wandb" in (recipe.run.report_to or []) and not disabled and not offline
-
-
-def require_wandb_access(recipe: Recipe, environment: Mapping[str, str]) -> None:
-    """Raise ConfigError if the run reports to W&B, but W&B can't be reached from this machine.
+def require_tracker_access(recipe: Recipe, environment: Mapping[str, str]) -> None:
+    """Raise ConfigError if a tracker of the run can't be reached from this machine.
 
     Its client would otherwise end the trainer after minutes.
     """
-    address = environment.get("WANDB_BASE_URL") or "https://api.wandb.ai"
-    if needs_wandb(recipe, environment) and not can_reach(address, environment):
-        problem = f"W&B does not answer at {address} from this machine"
-        raise config_error(recipe.source("report_to"), problem, OFFLINE_WANDB)
+    for tracker, address in remote_trackers(reports_to(recipe), environment):
+        if not can_reach(address, environment):
+            problem = f"{tracker.title} does not answer at {address} from this machine"
+            raise config_error(recipe.source("report_to"), problem, tracker.without_network)

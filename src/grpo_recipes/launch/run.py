@@ -39,7 +39,7 @@ from grpo_recipes.paths import display_path
 from grpo_recipes.plan.commands import (
     base_environment,
     run_environment,
-    wandb_environment,
+    tracker_environment,
     with_processes,
     with_server_port,
 )
@@ -129,7 +129,7 @@ def _prepare_launch(
     require_packages(plan.mode)
     is_port_free = workers.make_port_checker(plan.placement[0].node)
     ports, notes = choose_free_ports(recipe, plan.ports, plan.server_host, is_port_free, plan.mode == "server")
-    resolve.require_wandb_access(recipe, os.environ)
+    resolve.require_tracker_access(recipe, os.environ)
     # Missing models and datasets are downloaded now. A resumed run uses the commits that it started with.
     arguments = [*(["--resume", str(run.folder)] if run else [display_path(recipe.path)]), *options.words()]
     recorded = run.identity.get("sources") if run else None
@@ -177,7 +177,7 @@ def _print_dry_run(options: resolve.Options, resources: Resources) -> int:
     plan = make_plan(recipe, resources, os.environ, names, sources)
     placeholder = Path(tempfile.gettempdir()) / "grpo-dry-run"  # is never created
     run_variables = run_environment(os.environ, Scratch(placeholder, placeholder), names.run_dir, names.served)
-    shared = {**base_environment(os.environ), **run_variables, **wandb_environment(recipe)}
+    shared = {**base_environment(os.environ), **run_variables, **tracker_environment(recipe, os.environ)}
     differences = {}
     for process in plan.processes:
         environment = process.full_environment(shared)

@@ -22,12 +22,10 @@ from grpo_recipes.fetch.assets import Assets, find_assets, record_assets
 from grpo_recipes.launch.attempt import SUBMITTED, freeze_inputs
 from grpo_recipes.launch.hooks import AllHooks
 from grpo_recipes.launch.resolve import (
-    OFFLINE_WANDB,
     choose_names,
     create_log_folders,
-    needs_wandb,
     record_job,
-    require_wandb_access,
+    require_tracker_access,
 )
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, display_path, find_code_root, module_command
 from grpo_recipes.plan.devices import Resources, environment_device
@@ -39,6 +37,8 @@ from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.document import Value
+from grpo_recipes.recipe.rules import reports_to
+from grpo_recipes.recipe.trackers import remote_trackers
 from grpo_recipes.runs.code_version import FROZEN_CODE, hash_frozen_code
 from grpo_recipes.runs.rundir import Run, new_run, write_json
 from grpo_recipes.slurm.client import MaybeSubmitted, parse_walltime, read_cluster_name, submit
@@ -124,12 +124,13 @@ def prepare_submission(
         raise ConfigError(*too_large)
     require_disk_space(recipe, plan, names.run_dir)
     if profile.internet:
-        require_wandb_access(recipe, environment)
+        require_tracker_access(recipe, environment)
         AllHooks().check(recipe, environment, names.run)
     else:
         problems, reason = [], f"but the nodes of {profile.name} have no internet"
-        if needs_wandb(recipe, environment):
-            problems.append(Problem(recipe.source("report_to"), f"the run reports to W&B, {reason}", OFFLINE_WANDB))
+        for tracker, _ in remote_trackers(reports_to(recipe), environment):
+            problem = f"the run reports to {tracker.title}, {reason}"
+            problems.append(Problem(recipe.source("report_to"), problem, tracker.without_network))
         if recipe.run.push_to_hub:
             fix = "remove it, and upload the finished model from this machine: hf upload"
             problems.append(Problem(recipe.source("push_to_hub"), f"the run uploads its model, {reason}", fix))

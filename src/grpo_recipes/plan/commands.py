@@ -35,6 +35,7 @@ from grpo_recipes.recipe.keys import environment_keys
 from grpo_recipes.recipe.learning import mixed_precision, served_dtype
 from grpo_recipes.recipe.registry import EXTERNAL, LORA_RANKS, SYNC_METHODS
 from grpo_recipes.recipe.rules import longest_completion
+from grpo_recipes.recipe.trackers import SHARED_FOLDERS, TRACKERS
 from grpo_recipes.recipe.vllm_flags import flag_words
 from grpo_recipes.runs.rundir import SYNC_FOLDER
 
@@ -90,6 +91,12 @@ def run_environment(environment: Mapping[str, str], scratch: Scratch, run_dir: P
         "WANDB_DIR": run_dir,
         "WANDB_CACHE_DIR": cache / "wandb",
         "TENSORBOARD_LOGGING_DIR": run_dir / "tensorboard",
+        "TRACKIO_DIR": run_dir.parent.absolute() / SHARED_FOLDERS["trackio"],
+        "MLFLOW_TRACKING_URI": (run_dir.parent.absolute() / SHARED_FOLDERS["mlflow"]).as_uri(),
+        "MLFLOW_ALLOW_FILE_STORE": "true",  # MLflow would require a database
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "SWANLAB_LOG_DIR": run_dir / "swanlab",
+        "COMET_OFFLINE_DIRECTORY": run_dir / "comet",
         "TORCHINDUCTOR_CACHE_DIR": scratch.disk / "inductor",
         "TRITON_CACHE_DIR": scratch.disk / "triton",
         "TORCH_EXTENSIONS_DIR": scratch.disk / "extensions",
@@ -108,12 +115,18 @@ def run_environment(environment: Mapping[str, str], scratch: Scratch, run_dir: P
     return {name: str(value) for name, value in {**added, **always}.items()}
 
 
-def wandb_environment(recipe: Recipe) -> dict[str, str]:
-    """Return W&B's own variables (``WANDB_*``) with the values of the recipe's keys; empty values are skipped.
+def tracker_environment(recipe: Recipe, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which trackers get the recipe's names of project, team and group.
 
-    A key already has the value of an exported variable, so the result never contradicts the user's environment.
+    Exported variables win. W&B's are already the values of the recipe's keys.
     """
-    return {name: recipe[key] for name, key in environment_keys().items() if name.startswith("WANDB_") and recipe[key]}
+    names = {name: recipe[key] for name, key in environment_keys().items() if name.startswith("WANDB_")}
+    if recipe.is_set("project"):
+        names["WANDB_PROJECT"] = names["WANDB_PROJECT"] or recipe.run.project
+    for tracker in (TRACKERS[name] for name in recipe.run.report_to or [] if name in TRACKERS):
+        if tracker.project and not environment.keys() & {*tracker.project}:
+            names[tracker.project[0]] = recipe.run.project
+    return {name: value for name, value in names.items() if value}
 
 
 def hub_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -205,11 +218,12 @@ def with_processes(
     early_roles = tuple(process.role for process in early)
     offline = sources.offline_variables(environment) if sources else {}
     login = () if offline else _HUB_LOGIN
-    wandb = ("WANDB_API_KEY",) if "wandb" in (recipe.run.report_to or []) else ()
+    trackers = [TRACKERS[name] for name in recipe.run.report_to or [] if name in TRACKERS]
+    tracker_secrets = [secret for tracker in trackers for secret in tracker.secrets]
     reward_secrets = (*login, *recipe.rewards.environment)
     reward_secrets += ("OPENAI_API_KEY",) if plan.mode == EXTERNAL else ()  # the key of an external server
     # Callbacks are the user's code inside the trainer and may need any variable.
-    secrets = {"server": login, "trainer": ("*",) if recipe.run.callbacks else (*reward_secrets, *wandb)}
+    secrets = {"server": login, "trainer": ("*",) if recipe.run.callbacks else (*reward_secrets, *tracker_secrets)}
 
     def complete(process: Process) -> Process:
         """Return a process with the variables, secrets, log and order that depend on the whole plan."""

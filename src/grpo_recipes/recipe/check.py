@@ -270,6 +270,7 @@ _IDLE: tuple[Idle, ...] = (
     Idle("fsdp_cpu_offload", lambda r: r.processes.accelerator != "fsdp2", "accelerator: fsdp2"),
     Idle("eval_*", lambda r: not rules.evaluates(r), "eval_strategy"),
     Idle("wandb_*", lambda r: "wandb" not in rules.reports_to(r), "report_to: wandb"),
+    Idle("project", lambda r: {"none", "tensorboard"}.issuperset(rules.reports_to(r)), "report_to: trackio or wandb"),
     Idle("weight_sync_timeout vllm_server_host vllm_server_port vllm_group_port vllm_node vllm_gpu "
         "vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_data_parallel_size vllm_max_model_length "
         "vllm_max_num_seqs vllm_args server_restarts server_stall_timeout",

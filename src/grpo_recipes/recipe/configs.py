@@ -283,6 +283,12 @@ class GRPOConfig(trl.GRPOConfig):
     hub_strategy: str = key("end", "Always end: push_to_hub pushes once, at the end of the run.", choices=["end"])
     hub_revision: str | None = key(None, "Branch for push_to_hub, created if it is missing; main by default.")
     hub_private_repo: bool | None = key(True, "Whether push_to_hub creates a private repository.")
+    report_to: None | str | list[str] = key("none",  # noqa: RUF036 (the order that transformers' parser accepts)
+        "Trackers that get the metrics: tensorboard, wandb, trackio, mlflow, swanlab and comet_ml. Files of the run "
+        "directory are written in any case.")
+    project: str = key("grpo-recipes",
+        "Project of the run in Trackio, SwanLab and Comet, and its experiment in MLflow. Their own variables, such as "
+        "MLFLOW_EXPERIMENT_NAME, override it. W&B uses it if you set it and wandb_project is unset.")
     wandb_project: str | None = key(None, "W&B project; WANDB_PROJECT.")
     wandb_entity: str | None = key(None, "W&B team or user; WANDB_ENTITY.")
     wandb_run_group: str | None = key(None, "W&B group of the run; WANDB_RUN_GROUP.")

@@ -51,12 +51,11 @@ OWNED_KEYS = expand_names(
     ("use_transformers_paged", "use use_transformers_continuous_batching"),
     ("vllm_importance_sampling_cap", "use vllm_importance_sampling_clip_max"),
     ("log_completions_hub_repo", "remove it; sampled completions are in report.html"),
-    ("project", "use wandb_project"),
     ("data_seed", "use seed"),
     ("remove_unused_columns", "remove it; rewards read the other columns"),
     ("include_num_input_tokens_seen", "remove it; the trainer counts tokens itself"),
     ("metric_for_best_model greater_is_better", "remove it; the best evaluation has the largest eval_reward"),
-    ("trackio_space_id trackio_static_space_id trackio_bucket_id", "remove it; use report_to: wandb or tensorboard"),
+    ("trackio_space_id trackio_static_space_id trackio_bucket_id", "remove it; report_to: trackio writes local files"),
     # TRL's GRPO trainer has its own sampler, loss and evaluation, and reads none of these keys.
     (
         "label_smoothing_factor label_names train_sampling_strategy length_column_name prediction_loss_only "
@@ -84,7 +83,7 @@ _SEARCH_WORDS = {
     "model_init_kwargs": "kernels liger",
     "overlap_generation": "async staleness",
     "prompts_per_step": "batch batch_size",
-    "report_to": "wandb tensorboard mlflow trackio tracker logger logging",
+    "report_to": "wandb tensorboard mlflow trackio swanlab comet comet_ml tracker logger logging",
     "reward_funcs": "think format judge",
     "shuffle_dataset": "curriculum",
     "use_peft": "lora adapter qlora",

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from packaging.version import Version
+
 from grpo_recipes.errors import Problem, config_error
 from grpo_recipes.recipe.extensions import entries, parts
 from grpo_recipes.recipe.generated import generated
 from grpo_recipes.recipe.keys import nearest_of
+from grpo_recipes.recipe.trackers import TRACKERS
 
 # The setups of a recipe and its plan that decide which weight sync methods work -> their names in messages.
 SETUPS = {
@@ -104,7 +107,7 @@ def sync_methods_for(setups: Collection[str], device: str | None = None) -> list
     return [name for name in serving if device is None or SYNC_METHODS[name].runs_on(device)]
 
 
-# Tracker that transformers supports with a callback -> the callback's class, and (package, module).
+# Tracker -> transformers' callback, and (package, module). Those not in TRACKERS are only available as a callback.
 TRACKER_CALLBACKS = {
     "azure_ml": ("AzureMLCallback", ("azureml-core", "azureml")),
     "clearml": ("ClearMLCallback", ("clearml", "clearml")),
@@ -138,8 +141,7 @@ _PACKAGES = {
     ("optim", "*[28]bit"): ("bitsandbytes", "bitsandbytes"),
     ("optim", "ademamix"): ("bitsandbytes", "bitsandbytes"),
     ("optim", "rmsprop_bnb"): ("bitsandbytes", "bitsandbytes"),
-    ("report_to", "wandb"): ("wandb", "wandb"),
-    ("report_to", "tensorboard"): ("tensorboard", "tensorboard"),
+    **{("report_to", name): (tracker.package, tracker.module) for name, tracker in TRACKERS.items()},
     **{("callbacks", f"transformers*:{name}"): package for name, package in TRACKER_CALLBACKS.values()},
 }
 PACKAGE_KEYS = tuple(dict.fromkeys(key for key, _ in _PACKAGES))
@@ -372,6 +374,14 @@ def missing_package(key: str, value: Any) -> str | None:
     for item in value if isinstance(value, list) else [value]:
         needs = (need for (name, values), need in _PACKAGES.items() if name == key and fnmatchcase(str(item), values))
         package, module = next(needs, (None, None))
-        if module and importlib.util.find_spec(module) is None:
+        if package and module and not _is_installed(package, module):
             return package
     return None
+
+
+def _is_installed(package: str, module: str) -> bool:
+    """Return whether the module exists, in a version that ``package`` accepts, e.g. ``swanlab<0.8``."""
+    if importlib.util.find_spec(module) is None:
+        return False
+    name, limit, version = package.partition("<")
+    return not limit or Version(importlib.metadata.version(name)) < Version(version)

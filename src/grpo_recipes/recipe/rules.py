@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from grpo_recipes.paths import shell_quote
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.extensions import is_served, merged, parts
 from grpo_recipes.recipe.generated import generated, is_misspelled, own_reward
@@ -30,6 +31,7 @@ from grpo_recipes.recipe.registry import (
     rewards,
 )  # fmt: skip
 from grpo_recipes.recipe.sources import requested_source, source_keys
+from grpo_recipes.recipe.trackers import TRACKERS
 
 Condition = Callable[[Recipe], Any]
 Text = str | Callable[[Recipe, str], str]
@@ -38,7 +40,7 @@ _LONGEST_NAME = 100  # a folder name may have 255 bytes, and a timestamp and mor
 _PART = r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?"
 _REPOSITORY = re.compile(rf"(?!.*(?:--|\.\.|\.git$))(?:{_PART}/)?{_PART}")
 _BRANCH = re.compile(r"(?![0-9a-f]{40}$)[\w][\w./-]{0,200}")
-REPORTERS = ("none", "tensorboard", "wandb")
+REPORTERS = ("none", *TRACKERS)
 _UNSUPPORTED = {
     "save_only_model": "a checkpoint without optimizer cannot be resumed",
     "load_in_8bit load_in_4bit bnb_* use_bnb_*": "use LoRA to save memory (use_peft: true)",
@@ -240,7 +242,8 @@ RULES = (
         lambda _, name: f"set report_to to one of {', '.join(REPORTERS)}{_tracker_callback(name)}"),
     Rule("{item}", lambda r: [key for key in PACKAGE_KEYS if missing_package(key, r[key])],
         lambda r, key: f"{key} {r[key]} needs the package {missing_package(key, r[key])}, which is not installed",
-        lambda r, key: f"{removal(r, key)}, or pip install {missing_package(key, r[key])} into this environment"),
+        lambda r, key: f"{removal(r, key)}, or pip install {shell_quote(str(missing_package(key, r[key])))} into this "
+        "environment"),
     Rule("{item}", lambda r: list(_repeated_ports(r)),
         lambda r, key: f"{key} and {_repeated_ports(r)[key]} are both {r[key]}",
         "use a different port for each, or remove them"),

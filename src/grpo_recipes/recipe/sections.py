@@ -222,6 +222,7 @@ class Run(Section):
     callbacks = Key[list[str]]("callbacks")
     ignore_data_skip = Key[bool]("ignore_data_skip")
     report_to = Key[list[str] | str | None]("report_to")
+    project = Key[str]("project")
     show_completion_steps = Key[int]("show_completion_steps")
     push_to_hub = Key[bool]("push_to_hub")
     hub_model_id = Key[str | None]("hub_model_id")

@@ -47,7 +47,7 @@ _END_SECONDS = 30.0
 _HEAD_BYTES, _TAIL_BYTES = 200_000, 400_000  # read from a log
 # Names in a run directory:
 RECIPE_HASH = "recipe_sha256"  # in plan.json: the hash of recipe.yaml after the last attempt wrote it
-BEST = "best.json"  # the best evaluation, written by the trainer (trainers.best)
+BEST, TRACKED = "best.json", "tracked.json"  # the best evaluation, the run in trackers; written by the trainer
 CELLS = "cells"  # in a sweep directory: the run directories of its trials
 JOB_FILE = "job.json"  # the last Slurm job, and the folder in which that job starts
 NO_REQUEUE = "no_requeue"  # keeps Slurm from starting a stopped run again

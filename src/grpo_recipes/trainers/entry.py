@@ -33,6 +33,7 @@ from grpo_recipes.trainers.checkpoints import any_rank_requests_stop, make_stop_
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.metrics import append_json
 from grpo_recipes.trainers.model import load_lora_config, load_tokenizer, model_init_kwargs, save_model
+from grpo_recipes.trainers.trackers import continue_tracked_runs
 
 
 def train(trainer_class: type[GRPOTrainer]) -> None:
@@ -55,6 +56,7 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         fetched, source_class = find_fetched_datasets(run), rollout_class(partial(getattr, script_args))
         prompts, held_out = _load_datasets(script_args, args, tokenizer, fetched, source_class)
         source = source_class(script_args, args, run) if source_class else None
+        continue_tracked_runs(args, run)
         args.model_init_kwargs = model_init_kwargs(model_args, args)
         _exit_if_stopped(stop, run, args.device)
         trainer = trainer_class(

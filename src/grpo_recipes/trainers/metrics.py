@@ -8,7 +8,6 @@ with rows.phase("sample"):
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +19,10 @@ from accelerate.utils import gather_object
 
 from grpo_recipes.process.reports import PhaseFile
 from grpo_recipes.recipe.generated import recorded_values
-from grpo_recipes.runs.rundir import write_json
+from grpo_recipes.runs.rundir import TRACKED, write_json
 from grpo_recipes.runs.trace import TimedBlock, Trace, measure_process_age
 from grpo_recipes.trainers.protocol import InnerTrainer
+from grpo_recipes.trainers.trackers import find_tracked_runs
 
 PHASES = ("sample", "score", "sync", "save", "evaluate")
 
@@ -43,7 +43,7 @@ class MetricsRows:
         self._prompt_values: dict[str, list[Any]] = {}  # by name: values of the prompts sampled since the last row
         self._row_began: float | None = None
         self._tokens_before = 0
-        self._wandb_url: str | None = None
+        self._tracked: dict[str, str] = {}
         self._phase_file = PhaseFile(run_dir, rank)
         self.trace = Trace(f"rank_{rank}", run_dir)
         self._open_spans = 0
@@ -164,11 +164,9 @@ class MetricsRows:
             **measure_memory(self._trainer.accelerator.device),
         }
         append_json(self._file, row)
-        wandb = sys.modules.get("wandb")
-        wandb_url = wandb.run.url if wandb is not None and wandb.run is not None else None
-        if wandb_url != self._wandb_url:
-            write_json(self._file.with_name("tracked.json"), {"wandb": wandb_url})  # the report links to it
-            self._wandb_url = wandb_url
+        if (tracked := find_tracked_runs()) != self._tracked:
+            write_json(self._file.with_name(TRACKED), tracked)
+            self._tracked = tracked
 
 
 def measure_memory(device: torch.device) -> dict[str, float]:

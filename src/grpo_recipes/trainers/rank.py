@@ -33,6 +33,7 @@ from grpo_recipes.recipe.learning import float32_fix, lost_updates, updates_floa
 from grpo_recipes.runs.rundir import SERVER_STATE, read_json, write_json, write_last_json
 from grpo_recipes.runs.server_state import read_server_state
 from grpo_recipes.runs.stop_request import StopRequest
+from grpo_recipes.trainers.trackers import close_trackers
 from grpo_recipes.weights.transport import ServerError
 
 _COLLECTIVES_SECONDS = 60.0
@@ -68,8 +69,7 @@ def recording_rank(folder: Path) -> Iterator[None]:
         write_last_json(path, {**record, "exit": code, "cause": mask_and_escape(cause), "time": time.time()})
         if not isinstance(error, SystemExit):
             traceback.print_exc()
-        if (wandb := sys.modules.get("wandb")) is not None and wandb.run is not None:
-            wandb.finish()  # flush the run, as W&B itself does in an ordinary exit
+        close_trackers(code)
         # sys.exit would wait for threads and collectives of the broken run.
         os._exit(code)
     has_ended = _end_collectives()

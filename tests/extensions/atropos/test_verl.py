@@ -232,7 +232,7 @@ OTHERS: list[tuple[str, Any, str]] = [
     ("data.truncation", "left", "sequences are never cut"),
     ("trainer.strategy", "megatron", "set fsdp"),
     ("trainer.critic_warmup", 5, "no value function is trained"),
-    ("trainer.logger", ["console", "mlflow"], "set console, wandb or tensorboard"),
+    ("trainer.logger", ["console", "clearml"], "set console, wandb, tensorboard, trackio, mlflow or swanlab"),
     ("trainer.n_gpus_per_node", "all", "set e.g. 8"),
     ("trainer.n_gpus_per_node", 1, "set 2 or more"),
     ("trainer.nnodes", 2, "a run uses the nodes of its job (sbatch --nodes)"),

@@ -29,7 +29,6 @@ from grpo_recipes.console.doctor.examine import (
 )
 from grpo_recipes.errors import translate_errors
 from grpo_recipes.fetch.hub import endpoint, is_offline
-from grpo_recipes.launch.resolve import OFFLINE_WANDB, needs_wandb
 from grpo_recipes.paths import display_path, find_code_root
 from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.ports import DEFAULT_PORTS, find_listener, is_port_free, plan_ports
@@ -37,7 +36,8 @@ from grpo_recipes.plan.preflight import cuda_packages_with_cpu_torch
 from grpo_recipes.process.answers import bounded_opener
 from grpo_recipes.recipe.converters import UNREAD_VARIABLES
 from grpo_recipes.recipe.keys import READ_VARIABLES, catalogue_trl, environment_keys, nearest_of
-from grpo_recipes.recipe.rules import starts_server
+from grpo_recipes.recipe.rules import reports_to, starts_server
+from grpo_recipes.recipe.trackers import TRACKERS
 from grpo_recipes.runs.code_version import read_code_state
 from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, combine_findings, ok, problem, warning
 from grpo_recipes.slurm.client import read_slurm_job
@@ -284,9 +284,10 @@ def wandb(machine: Machine) -> Finding:
     No login and no answer are problems. A login file that others may read is a warning.
     """
     variables = machine.environment
-    if machine.recipe is None or not needs_wandb(machine.recipe, variables):
+    tracker = TRACKERS["wandb"]
+    address = tracker.address(variables)
+    if machine.recipe is None or "wandb" not in reports_to(machine.recipe) or address is None:
         return ok("not used by the recipe")
-    address = variables.get("WANDB_BASE_URL") or "https://api.wandb.ai"
     path = Path(variables.get("NETRC") or machine.home / ".netrc")
     login = problem("no login, but the recipe reports to W&B", "wandb login, or export WANDB_MODE=offline")
     with contextlib.suppress(netrc.NetrcParseError, OSError):
@@ -295,7 +296,7 @@ def wandb(machine: Machine) -> Finding:
         )
     if variables.get("WANDB_API_KEY"):
         login = ok("WANDB_API_KEY is set")
-    return combine_findings([login, _check_address(address, PROBLEM, OFFLINE_WANDB)])
+    return combine_findings([login, _check_address(address, PROBLEM, tracker.without_network)])
 
 
 def proxies(machine: Machine) -> Finding:

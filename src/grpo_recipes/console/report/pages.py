@@ -28,7 +28,7 @@ from grpo_recipes.process.reports import plural
 from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.endings import reward_fix
 from grpo_recipes.runs.health import Notice, find_notices, finite_number, percent
-from grpo_recipes.runs.rundir import BEST, Run, read_json, write_atomically
+from grpo_recipes.runs.rundir import BEST, TRACKED, Run, read_json, write_atomically
 from grpo_recipes.stats import compare_ends, score_names
 
 # Status -> its symbol, and the start of the sentence about the reward.
@@ -117,7 +117,7 @@ def render_run_page(
 
 def read_wandb_address(run: RunRecord) -> str:
     """Return the run's URL in W&B from its ``tracked.json``, or "" if the file has no http(s) address."""
-    address = str(read_json(run.folder / "tracked.json").get("wandb") or "")
+    address = str(read_json(run.folder / TRACKED).get("wandb") or "")
     return address if address.startswith(("https://", "http://")) else ""
 
 

@@ -10,6 +10,7 @@ from grpo_recipes.recipe.converters.files import FileConverter
 from grpo_recipes.recipe.converters.table import Setting, Settings, short, whole_number
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.recipe.keys import catalogue
+from grpo_recipes.recipe.trackers import TRACKERS
 
 SECTION, ESTIMATOR = "atropos", "grpo_atropos"
 _GROUP, _BATCH = "actor_rollout_ref.rollout.n", "data.train_batch_size"
@@ -49,9 +50,9 @@ def mini_batch(setting: Setting, settings: Settings) -> None:
 
 
 def reporters(setting: Setting, _: Settings) -> None:
-    """Convert verl's list of loggers to report_to, without "console"; reject a logger except wandb and tensorboard."""
+    """Convert verl's list of loggers to report_to, without "console"; reject a logger that the key does not accept."""
     names = setting.value if isinstance(setting.value, list) else [setting.value]
-    unknown = [name for name in names if name not in ("console", "wandb", "tensorboard")]
+    unknown = [name for name in names if name not in ("console", *TRACKERS)]
     if unknown:
         setting.reject(f"'{setting.name}' names '{unknown[0]}', which is not supported")
     else:

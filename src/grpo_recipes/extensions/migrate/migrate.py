@@ -322,6 +322,11 @@ def _drop_missing_package(key: str, value: Any) -> tuple[Any, str]:
     return (None, f"the package {package} is not installed; the default trains the same") if package else (value, "")
 
 
+def _can_report_to(name: str) -> bool:
+    """Return whether ``report_to`` accepts a tracker, and its package is installed."""
+    return name in REPORTERS and missing_package("report_to", name) is None
+
+
 def _drop_columns(value: Any) -> tuple[Any, str]:
     """Return a mixture of datasets without ``columns``, and the reason: ``columns`` has another meaning in a recipe.
 
@@ -361,7 +366,7 @@ _VALUES: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "hub_strategy": lambda value: (value if value == "end" else None, "the model is pushed once, at the end"),
     "lora_target_modules": lambda value: _filter_items(value, lambda name: name.rpartition(".")[2] not in EMBEDDINGS,
         "embeddings get no adapter"),
-    "report_to": lambda value: _filter_items(value, lambda name: name in REPORTERS, "not supported"),
+    "report_to": lambda value: _filter_items(value, _can_report_to, "not supported, or its package is not installed"),
     "system_prompt": _restore_tex,
     "top_k": lambda value: (0 if value == -1 else value, ""),
     "vllm_server_host": _keep_local_host,
