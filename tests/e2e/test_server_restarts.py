@@ -29,8 +29,9 @@ HUNG = ("--server_stall_timeout", "6")
 def engine_of(run: Launch) -> int:
     """Return the pid of vLLM's engine: a child of the server, with a name that the kernel cuts to 15 characters."""
     children = psutil.Process(run.pid_of("server")).children(recursive=True)
-    (pid,) = [process.pid for process in children if process.name().startswith("VLLM::EngineCor")]
-    return pid
+    pids = [process.pid for process in children if process.name().startswith("VLLM::EngineCor")]
+    assert len(pids) == 1, f"{children}\n{run.output}"
+    return pids[0]
 
 
 def segments() -> set[str]:
