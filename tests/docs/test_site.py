@@ -136,7 +136,7 @@ def test_every_key_stands_once_under_a_topic_with_type_default_and_meaning(site:
 
 
 def test_keys_of_maxent_stand_with_the_objectives_that_read_them(site: Path) -> None:
-    rows = re.findall(r"<td><a[^>]*><code>(maxent_\w+)</code></a></td>\s*<td>(.*?)</td>", html(site, "maxent"))
+    rows = re.findall(r"<td><a[^>]*><code>(maxent_\w+)</code></a></td>\s*<td>(.*?)</td>", html(site, "maxent-formulas"))
     assert {name for name, _ in rows} == {name for name in catalogue() if name.startswith("maxent_")}
     readers = {name: re.sub("</?code>", "", cell) for name, cell in rows}
     assert readers["maxent_objective"] == "all" and readers["maxent_utility"] == "tempered"

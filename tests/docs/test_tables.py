@@ -265,7 +265,7 @@ def test_metrics_of_maxent_are_those_that_are_written() -> None:
 
 
 def test_the_losses_of_the_objectives() -> None:
-    told = {row[0]: row[1].strip("`") for row in table_rows(DOCS / "maxent.md", "objective") if len(row) == 3}
+    told = {row[0]: row[1].strip("`") for row in table_rows(DOCS / "maxent-formulas.md", "objective") if len(row) == 3}
     losses = {kind: loss for kind, loss in told.items() if loss.endswith("grpo")}
     temperature = "with `maxent_policy_temperature`"
     ways = {

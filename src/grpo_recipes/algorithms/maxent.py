@@ -5,8 +5,8 @@ others sum to 1. A group with no scorable completion gets weight 0 throughout. H
 in float32.
 
 The weights maximize E_pi[log q] + tau H(pi) - beta KL(pi || pi_ref) over the sampled completions. The solution is w ~
-q^(1 / (tau + beta)) * pi_ref^(beta / (tau + beta)). docs/maxent.md describes it, and the controllers that keep a
-measure of the training at a target: beta controls the KL, tau controls the spread of weights.
+q^(1 / (tau + beta)) * pi_ref^(beta / (tau + beta)). docs/maxent-formulas.md describes it, and the controllers
+that keep a measure of the training at a target: beta controls the KL, tau controls the spread of weights.
 """
 
 import math

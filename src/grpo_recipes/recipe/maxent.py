@@ -16,7 +16,7 @@ _MOST = 700.0  # nats; exp of more overflows a float
 # Above the second, w is practically r / sum r. Above the third, wrong answers have practically no weight.
 _EQUAL_RATIO, _PROPORTIONAL_RATIO, _RIGHT_ONLY_RATIO = 1.2, 100.0, 1000.0
 # Tokens per completion. From the first, listwise with temperature 0 is MaxRL per token. From the second, a fixed
-# temperature puts nearly all of s on one completion of a group (docs/maxent.md, The length law).
+# temperature puts nearly all of s on one completion of a group (docs/maxent-formulas.md).
 _LONG, _VERY_LONG = 30, 100
 
 _RATIO = "maxent_target_ratio"

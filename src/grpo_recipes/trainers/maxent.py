@@ -4,7 +4,7 @@
 
 An objective changes only the advantages. The trainer sets ``loss_type`` and two other keys of TRL's loss to the values
 that the objective needs, and rejects other values except TRL's defaults. TRL's loss then has the gradient of the
-objective. The mathematics are in docs/maxent.md.
+objective. The mathematics are in docs/maxent-formulas.md.
 """
 
 import math
