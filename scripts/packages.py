@@ -56,6 +56,7 @@ ABOVE: dict[str, str] = {
     "extensions.migrate": "recipes of open-r1, TRL, verl and others",
     "extensions.offline": "the offline trainer: Hydra keys and iterations",
     "extensions.problems": "generated problems: ModeBench, and problems drawn by seeds",
+    "extensions.sft": "supervised fine-tuning before GRPO",
     "console": "report, dashboard, sweeps, doctor, publishing, evaluation, generation and chat",
 }
 PACKAGES = {**CORE, **ABOVE}
@@ -68,6 +69,7 @@ NAMES: dict[str, str] = {
     "judge": r"llm_judge|judge_(base_url|model|api_key_variable|mode|prompt|scale|cache|retries)",
     "migrate": r"open-?r1",
     "offline": r"hydra|offline_grpo|run_offline",
+    "sft": r"extensions[./]sft|SFTTrainer|SFTConfig",
     "problems": r"modebench|seeded:|problem_seeds|problem_seed_start",
 }
 

@@ -37,7 +37,8 @@ TEST_SIZE = 20
 MAX_SUM = 18
 MAX_POSITIONS = 4096
 SMOKE_SCHEME = "smoke:"  # begins a model_name_or_path or a dataset_name
-SMOKE_DATA = ("smoke:sums", "smoke:sums-tied")  # models with rows
+UNTRAINED = "smoke:untrained"  # random weights; its rows have a third column for supervised fine-tuning
+SMOKE_DATA = ("smoke:sums", "smoke:sums-tied", UNTRAINED)  # models with rows
 # The model of SecretMafia is trained on games, which the extension of environments plays.
 _GAMES = "grpo_recipes.extensions.environments.smoke_games"
 Row = dict[str, str]
@@ -122,7 +123,7 @@ def make_smoke_task(
     partial.mkdir()
     threads = torch.get_num_threads()
     try:
-        train, test = split_sums(seed)
+        train, test = split_sums(seed, solutions=not phases)
         for name, rows in () if mafia else (("train", train), ("test", test)):
             (partial / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         tokenizer = build_tokenizer(mafia)
@@ -152,14 +153,19 @@ def _is_complete(out_dir: Path, key: str) -> bool:
     return marker.exists()
 
 
-def split_sums(seed: int = 0) -> tuple[list[Row], list[Row]]:
-    """Return training and held-out rows: `TEST_SIZE` sums held out at random, never both a+b and b+a, never a+a."""
+def split_sums(seed: int = 0, solutions: bool = False) -> tuple[list[Row], list[Row]]:
+    """Return training and held-out rows: `TEST_SIZE` sums held out at random, never both a+b and b+a, never a+a.
+
+    With ``solutions``, rows have the whole completion too.
+    """
     rng = random.Random(seed)
     unordered = [(a, b) for a in range(10) for b in range(a)]
     test = [rng.choice([(a, b), (b, a)]) for a, b in rng.sample(unordered, TEST_SIZE)]
     train = [(a, b) for a in range(10) for b in range(10) if (a, b) not in test]
     rng.shuffle(train)
     rows = [{"problem": f"{a}+{b}=", "answer": str(a + b)} for a, b in train + test]
+    if solutions:
+        rows = [{**row, "solution": row["answer"].join(ANSWER_TAGS)} for row in rows]
     return rows[: len(train)], rows[len(train) :]
 
 
@@ -252,7 +258,8 @@ def smoke_folder(name: str, environment: Mapping[str, str]) -> Path:
         raise config_error("model_name_or_path", message, f"write {' or '.join(list_smoke_tasks())}")
     task = name.removeprefix(SMOKE_SCHEME)
     mafia = task == "mafia"
-    key = hash_settings(tied=task.endswith("-tied"), phases=MAFIA_PHASES if mafia else PHASES, mafia=mafia)
+    phases = () if name == UNTRAINED else MAFIA_PHASES if mafia else PHASES
+    key = hash_settings(tied=task.endswith("-tied"), phases=phases, mafia=mafia)
     return cache_root(environment) / "smoke" / f"{task}-{key}"
 
 
@@ -261,8 +268,8 @@ def smoke_command(name: str, environment: Mapping[str, str]) -> tuple[Path, list
     folder = smoke_folder(name, environment)
     if name == "smoke:mafia":
         return folder, module_command(_GAMES, str(folder))
-    tied = ["--tie-word-embeddings"] if name.endswith("-tied") else []
-    return folder, module_command("grpo_recipes.smoke", str(folder), *tied)
+    options = {"smoke:sums-tied": ["--tie-word-embeddings"], UNTRAINED: ["--untrained"]}.get(name, [])
+    return folder, module_command("grpo_recipes.smoke", str(folder), *options)
 
 
 def main(argv: list[str] | None = None) -> None:

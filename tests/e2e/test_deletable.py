@@ -18,6 +18,7 @@ from private_network import machine_network
 NEEDS = {
     "extensions.atropos": "atropos_environment: arithmetic\n",
     "extensions.environments": "environment: textarena:TicTacToe-v0\n",
+    "extensions.sft": "dataset_name: smoke:sums\ntask: sft\n",
     "extensions.problems": "dataset_name: modebench:countdown\nreward_funcs: [modebench]\n",
 }
 RECIPE = "model_name_or_path: smoke:sums\nmax_steps: 1\n"

@@ -145,7 +145,11 @@ def test_maxent_replaces_the_loss_of_a_grpo_recipe_and_notes_it(read: Callable[.
     assert [problem.where for problem in check(recipe, {})] == ["--loss_type"]
 
 
-SHIPPED = sorted(path for path in find_code_root().glob("recipes/**/*.yaml") if path.parent.name != "base")
+SHIPPED = sorted(
+    path
+    for path in find_code_root().glob("recipes/**/*.yaml")
+    if path.parent.name != "base" and "\ntask:" not in path.read_text()
+)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: "-".join(path.parts[-3:]))

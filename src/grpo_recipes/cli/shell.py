@@ -82,13 +82,13 @@ def completion(options: argparse.Namespace) -> int:
 
 
 def _choices(commands: dict[str, Command]) -> dict[str, tuple[str, ...]]:
-    """Return the choices of each option and recipe key that has choices, by its flag."""
+    """Return the choices of each option and recipe key that has choices, by its flag. Options hide equal keys."""
     choices: dict[str, tuple[str, ...]] = {}
     for names, settings in itertools.chain(*(item.all_options() for item in commands.values())):
         choices |= {name: tuple(settings["choices"]) for name in names if name[0] == "-" and "choices" in settings}
     for name, entry in catalogue().items():
         if values := _TRUTH if entry["type"] == "bool" else entry.get("choices"):
-            choices[f"--{name}"] = tuple(map(str, values))
+            choices.setdefault(f"--{name}", tuple(map(str, values)))
     return choices
 
 

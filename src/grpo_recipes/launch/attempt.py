@@ -61,6 +61,7 @@ class Attempt:
     environment: dict[str, str]  # shared by all processes; the plan contains the additions of each process
     resume_note: str  # the checkpoint that the attempt resumes from, as a sentence; empty for a new run
     workers: NodeWorkers
+    lock: int = -1  # descriptor of the run's lock; -1 if there is none
     first_step: int = 0  # step of the checkpoint that the attempt resumes from
     hooks: AllHooks = field(default_factory=AllHooks)
     hook_lines: Sequence[str] = ()  # lines that the hooks add to the start of the run
@@ -322,7 +323,8 @@ def _print_ending(attempt: Attempt, outcome: Outcome, summary: Mapping[str, Any]
             status += f"; stopped early, {plural(summary['evaluations_since_best'], 'evaluation')} without improvement"
     if attempt.plan.smoke:
         status += "; smoke test on CPU, not an experiment"
-    lines = {"status": status, "reward": describe_rewards(summary), "model": model, "next": next_step}
+    result = "loss" if summary.get("final_loss") is not None else "reward"
+    lines = {"status": status, result: describe_rewards(summary), "model": model, "next": next_step}
     for label, text in lines.items():
         if text:
             say(f"{label:<7} {text}")
@@ -362,9 +364,12 @@ def _print_results(attempt: Attempt, benchmarks: Mapping[str, Any], is_over: boo
 def describe_rewards(summary: Mapping[str, Any]) -> str:
     """Describe the rewards of a run's first and last steps, and of its first and last evaluation if it has any.
 
-    Without a reward, the text is ``none in 3 steps`` or ``no step was completed``.
+    A run without rewards is described by its loss. Without either, the text is ``none in 3 steps`` or ``no step was
+    completed``.
     """
     steps, first, last = summary["steps"], summary["initial_reward"], summary["final_reward"]
+    if first is None:
+        first, last = summary.get("initial_loss"), summary.get("final_loss")
     text = f"none in {plural(steps, 'step')}" if steps else "no step was completed"
     if first is not None:
         text = format_rewards(first, last, steps)

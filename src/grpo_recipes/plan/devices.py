@@ -20,6 +20,7 @@ from grpo_recipes.errors import ConfigError, config_error, translate_errors
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import catalogue_trl
 from grpo_recipes.recipe.registry import built_for_cpu
+from grpo_recipes.recipe.tasks import group_size
 from grpo_recipes.slurm.client import SlurmJob, read_slurm_job
 
 ONE_GPU_BRIDGES = ("file", "lora", "shared")  # weight sync methods that work with server and rank 0 on one GPU
@@ -36,7 +37,7 @@ class Batch:
     """The sizes of one optimizer step."""
 
     completions: int  # completions of a step on all trainers: prompts x num_generations
-    num_generations: int  # completions of one prompt
+    num_generations: int  # completions of one prompt; 1 in a task without sampling
     world_size: int  # training processes
     per_device: int  # completions of one forward pass on one process
     accumulation: int  # forward passes of one process in a step
@@ -45,8 +46,9 @@ class Batch:
     def __str__(self) -> str:
         prompts = self.completions // self.num_generations
         tokens = f", at most {self.tokens:,} tokens" if self.tokens else ""
+        rows = f"{prompts} prompts x {self.num_generations} completions = {self.completions} per step"
         return (
-            f"{prompts} prompts x {self.num_generations} completions = {self.completions} per step = "
+            f"{rows if self.num_generations > 1 else f'{prompts} rows per step'} = "
             f"{format_trainers(self.world_size)} x {self.per_device} per device x {self.accumulation} "
             f"accumulated{tokens}"
         )
@@ -341,7 +343,7 @@ def derive_batch(recipe: Recipe, trainers: int) -> Batch:
     trainers that divides the batch, and ``per_device_train_batch_size`` is the upper limit of a forward pass. Without
     ``prompts_per_step``, all ``trainers`` are used, and TRL's keys have the same meaning as in TRL.
     """
-    group, per_device = recipe.batch.num_generations, recipe.batch.per_device_train_batch_size
+    group, per_device = group_size(recipe), recipe.batch.per_device_train_batch_size
     if group is None:
         raise config_error(recipe.source("num_generations"), "num_generations is empty", "set num_generations: 8")
     if recipe.batch.prompts_per_step is not None:
@@ -359,7 +361,7 @@ def derive_batch(recipe: Recipe, trainers: int) -> Batch:
             fix = "set prompts_per_step, from which the launcher derives the other sizes"
             raise config_error(recipe.source("num_generations"), f"{product} are not whole groups of {group}", fix)
     prompt, completion = recipe.data.max_prompt_length, recipe.sampling.max_completion_length
-    tokens = completions * (prompt + completion) if prompt and completion else None
+    tokens = completions * (prompt + completion) if prompt and completion and group > 1 else None
     return Batch(completions, group, trainers, per_device, accumulation, tokens)
 
 

@@ -39,7 +39,7 @@ from grpo_recipes.recipe.model_kind import check_unused_weights
 from grpo_recipes.recipe.overlap import OFF_POLICY
 from grpo_recipes.recipe.registry import COLOCATE, EXTERNAL, OBJECTIVES
 from grpo_recipes.recipe.rules import uses_external_server
-from grpo_recipes.recipe.tasks import ENTRIES, MAXENT, task_of
+from grpo_recipes.recipe.tasks import MAXENT, added_task, entry_of, task_of
 from grpo_recipes.recipe.weight_sync import accelerator_of, sync_problem
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
 
@@ -91,7 +91,7 @@ def make_plan(
     plan = Plan(
         recipe=str(recipe.path),
         task=task,
-        entry=recipe.entry or ENTRIES[task],
+        entry=entry_of(recipe),
         maxent=_describe_objective(recipe) if task == MAXENT else None,
         device=resources.device,
         mode=mode,
@@ -301,6 +301,8 @@ def _choose_sync_method(recipe: Recipe, resources: Resources, mode: str, spans_n
     """
     if mode == EXTERNAL:
         return None, f"{recipe.server.backend} at {recipe.server.base_url}, weights as files"
+    if added := added_task(recipe):
+        return None, f"task: {added.name} samples nothing"
     if mode != "server":
         return None, "no server: " + ("vLLM is inside the trainers" if mode == "colocate" else "use_vllm is false")
     if recipe.server.weight_sync != "auto":

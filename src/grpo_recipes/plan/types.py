@@ -167,6 +167,8 @@ class Plan:
     @property
     def vllm(self) -> str:
         """The source of completions and the weight sync method, for the printed plan."""
+        if self.batch.num_generations == 1:
+            return f"none ({self.why_bridge})"
         replicas = f" of {self.replicas} replicas" if self.replicas > 1 else ""
         return f"{self.mode}{replicas}{f', weights by {self.bridge}' if self.bridge else ''} ({self.why_bridge})"
 

@@ -355,6 +355,14 @@ class GRPOConfig(trl.GRPOConfig):
 
 
 @dataclass
+class RowsConfig(GRPOConfig):
+    """``GRPOConfig`` for tasks that train on rows without sampling: the batch has no groups of completions."""
+
+    def __post_init__(self) -> None:
+        super(trl.GRPOConfig, self).__post_init__()  # without TRL's checks of the groups
+
+
+@dataclass
 class ModelConfig(trl.ModelConfig):
     """TRL's model options. LoRA's layer names are always a list, and LoRA's dropout is 0 by default."""
 
@@ -384,6 +392,7 @@ else:
     ScriptArguments = dataclasses.make_dataclass("ScriptArguments", (), bases=(CoreArguments, *parts("keys")))
     ScriptArguments.__doc__ = CoreArguments.__doc__
 CONFIGS: tuple[Any, ...] = (ScriptArguments, GRPOConfig, ModelConfig)
+CONFIGS_OF_ROWS: tuple[Any, ...] = (ScriptArguments, RowsConfig, ModelConfig)
 
 
 @dataclass

@@ -51,6 +51,7 @@ class Extension:
     # A function (source, target) -> recipe.converters.TranslatedRecipe or None, for `grpo new --from`.
     translate: str = ""
     # The run.
+    task: str = ""  # a recipe.tasks.AddedTask: a training without sampling, which a recipe selects by ``task: NAME``
     assets: str = ""  # a function (lookup) -> (key, id, configuration, split) of each dataset that it reads
     roles: str = ""  # a plan.roles.Roles: processes beside the server and the trainers
     # Option of `grpo logs` -> the beginning of the roles whose logs it prints, and its help line.

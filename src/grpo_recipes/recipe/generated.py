@@ -52,8 +52,8 @@ class GeneratedData:
         return self.name.partition(":")[0]
 
 
-def _smoke_rows(_: Lookup, split: str) -> list[Row]:
-    return [dict(row) for row in smoke.split_sums()[split == "test"]]
+def _smoke_rows(name: str, _: Lookup, split: str) -> list[Row]:
+    return [dict(row) for row in smoke.split_sums(solutions=name == smoke.UNTRAINED)[split == "test"]]
 
 
 def _smoke_fingerprint(name: str, _: Lookup) -> str:
@@ -61,7 +61,13 @@ def _smoke_fingerprint(name: str, _: Lookup) -> str:
 
 
 _SMOKE = tuple(
-    GeneratedData(name, ("problem", "answer"), _smoke_rows, partial(_smoke_fingerprint, name), in_files=True)
+    GeneratedData(
+        name,
+        ("problem", "answer", *(["solution"] if name == smoke.UNTRAINED else [])),
+        partial(_smoke_rows, name),
+        partial(_smoke_fingerprint, name),
+        in_files=True,
+    )
     for name in smoke.SMOKE_DATA
 )
 

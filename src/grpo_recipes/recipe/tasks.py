@@ -1,8 +1,9 @@
-"""Decide the task of a run, GRPO or MaxEnt-GRPO. No torch.
+"""Decide the task of a run: GRPO, MaxEnt-GRPO, or the task of an extension. No torch.
 
 ``--task``, ``MAXENT`` or ``TRAIN_ENTRYPOINT`` can request a task. Without them, a recipe that sets ``maxent_objective``
 is a MaxEnt recipe. ``with_task`` decides once: afterwards, a recipe is a MaxEnt recipe if and only if it sets the
-objective, so the frozen recipe of a run contains its task.
+objective, so the frozen recipe of a run contains its task. ``task: NAME`` selects the task of an extension, which the
+variables do not change.
 """
 
 import contextlib
@@ -13,15 +14,25 @@ from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.paths import find_code_root
 from grpo_recipes.recipe import DEFAULT_SOURCE, BrokenKey, Recipe
 from grpo_recipes.recipe.document import Value
+from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.recipe.keys import environment_keys
 from grpo_recipes.recipe.registry import OBJECTIVES
 
 GRPO, MAXENT = "grpo", "maxent"
+TASK_KEY = "task"  # an extension's key that selects its task
 SWITCHED_OBJECTIVE = "listwise"  # the objective that MAXENT=1 selects if the recipe sets none
 ENTRIES = {GRPO: "src/grpo.py", MAXENT: "src/maxent-grpo.py"}
 _NAMES = {GRPO: "GRPO", MAXENT: "MaxEnt"}
 _VARIABLES = ("MAXENT", "TRAIN_ENTRYPOINT")
 _SWITCH = {"": None, "0": GRPO, "false": GRPO, "no": GRPO, "1": MAXENT, "true": MAXENT, "yes": MAXENT}
+
+
+@dataclass(frozen=True)
+class AddedTask:
+    """A task of an extension: a training on rows, without sampling. ``task: NAME`` in a recipe selects it."""
+
+    name: str
+    entry: str  # entry script of the trainers
 
 
 @dataclass(frozen=True)
@@ -68,16 +79,41 @@ def requested_task(environment: Mapping[str, str], option: str | None = None) ->
     return RequestedTask(first_task, first_source, entry)
 
 
+def added_task(recipe: Recipe) -> AddedTask | None:
+    """Return the task of an extension that a recipe selects; None for GRPO and MaxEnt-GRPO."""
+    name = recipe[TASK_KEY] if TASK_KEY in recipe.values else None
+    return next((task for task in parts("task") if task.name == name), None)
+
+
+def entry_of(recipe: Recipe) -> str:
+    """Return the entry script of the trainers: the user's, or the script of the task."""
+    added = added_task(recipe)
+    return recipe.entry or (added.entry if added else ENTRIES[task_of(recipe)])
+
+
+def group_size(recipe: Recipe) -> int:
+    """Return the rows of a step for each prompt: ``num_generations``, or 1 in a task without sampling."""
+    return 1 if added_task(recipe) else recipe.batch.num_generations
+
+
 def task_of(recipe: Recipe) -> str:
-    """Return the task of a recipe from ``with_task``: MaxEnt if it sets an objective."""
+    """Return the task of a recipe from ``with_task``: an extension's, or MaxEnt if it sets an objective."""
+    if added := added_task(recipe):
+        return added.name
     return MAXENT if recipe.is_set("maxent_objective") else GRPO
 
 
 def with_task(recipe: Recipe, request: RequestedTask) -> tuple[Recipe, list[Problem]]:
     """Return the recipe with its task and entry script, and a problem for each setting that contradicts the task.
 
-    If MaxEnt is requested and the recipe sets no objective, the recipe gets ``SWITCHED_OBJECTIVE`` and a note.
+    If MaxEnt is requested and the recipe sets no objective, the recipe gets ``SWITCHED_OBJECTIVE`` and a note. A recipe
+    of an extension's task ignores the variables, which may be meant for the next recipe of the launch.
     """
+    if TASK_KEY not in recipe.broken and (added := added_task(recipe)):
+        conflict = Problem(
+            "--task", f"requests {request.task}, but the recipe sets task: {added.name}", "remove --task"
+        )
+        return recipe, [conflict] if request.source == "--task" else []
     recipe = replace(recipe, entry=request.entry)
     key, objective = "maxent_objective", recipe.values["maxent_objective"]
     if request.task == MAXENT and objective.value is None and key not in recipe.broken:
@@ -117,8 +153,12 @@ def _switch_to_maxent(recipe: Recipe, source: str) -> Recipe:
 def same_task(recipe: Recipe, request: RequestedTask, task: str) -> None:
     """Raise ConfigError if the request or an override would change the task of a resumed run.
 
-    ``task`` is the task of the run.
+    ``task`` is the task of the run. For the task of an extension, only ``--task`` is compared.
     """
+    if task not in ENTRIES:
+        if request.source == "--task":
+            raise config_error("--task", f"requests {request.task}, but this run is {task}", "remove --task")
+        return
     if request.task not in (None, task):
         message = f"requests {_NAMES[request.task]}, but this run is {_NAMES[task]}"
         raise config_error(request.source, message, f"leave out {request.source}: a resumed run keeps its task")

@@ -170,6 +170,17 @@ def average_first_and_last(rewards: Sequence[float]) -> tuple[float | None, floa
     return mean(rewards[:FIRST_STEPS]), mean(rewards[-LAST_STEPS:])
 
 
+def summarize_rewards(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Return the initial and the final reward of rows of ``metrics.jsonl``, and without any reward also their loss."""
+
+    def average(name: str) -> dict[str, float | None]:
+        first, last = average_first_and_last(drop_missing(finite_number(row.get(name)) for row in rows))
+        return {f"initial_{name}": first, f"final_{name}": last}
+
+    has_rewards = not rows or any("reward" in row for row in rows)
+    return average("reward") | ({} if has_rewards else average("loss"))
+
+
 def format_rewards(first: float, last: float, steps: int) -> str:
     """Format the result of ``average_first_and_last`` for a run of ``steps`` steps.
 

@@ -120,7 +120,7 @@ class Progress:
         self._start: tuple[float, int] | None = None
 
     def line(self, row: Mapping[str, Any], width: int = WIDTH) -> str:
-        """Format a row of ``metrics.jsonl`` as one line: step, reward, length, KL, seconds and remaining time.
+        """Format a row of ``metrics.jsonl`` as one line: step, reward or loss, length, KL, seconds, remaining time.
 
         If the line is longer than ``width``, the least important parts are left out. Unusual fractions, such as cut-off
         completions, are added. The remaining time is estimated from the rows of this launch.
@@ -129,10 +129,12 @@ class Progress:
         seconds = finite_number(row.get("seconds/step")) or 0.0
         self._start = start_time, start_step = self._start or (now - seconds, step - 1)
         length, kl, entropy = (finite_number(row.get(key)) for key in ("completions/mean_length", "kl", "entropy"))
+        loss = finite_number(row.get("loss")) if "mean_token_accuracy" in row else None  # supervised fine-tuning
+        # A step that reuses completions of an earlier generation has no reward.
+        reward = f"reward {_format_reward(row['reward'])}" if "reward" in row else ""
         parts = {
             "step": f"step {step}/{last_step}",
-            # A step that reuses completions of an earlier generation has no reward.
-            "reward": f"reward {_format_reward(row['reward'])}" if "reward" in row else "",
+            "reward": reward if loss is None else f"loss {loss:.4g}",
             "won": format_won_share(row),
             "length": "" if length is None else f"length {length:.0f}",
             "kl": f"kl {kl:.3f}" if kl is not None else f"entropy {entropy:.2f}" if entropy is not None else "",

@@ -32,7 +32,7 @@ from grpo_recipes.process.tree import is_alive
 from grpo_recipes.process.waiting import wait_until
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.runs.code_version import FROZEN_CODE, hash_frozen_code, read_code_state
-from grpo_recipes.runs.health import LAST_STEPS, average_first_and_last, drop_missing, finite_number, mean
+from grpo_recipes.runs.health import LAST_STEPS, drop_missing, finite_number, mean, summarize_rewards
 from grpo_recipes.secrets import mask_secrets
 
 _REPAIR = "restore it, or correct it by hand"
@@ -487,16 +487,15 @@ def move_rows_after(run_dir: Path, step: int) -> int:
 def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
     """Write ``summary.json`` from ``facts`` and from the rows of metrics and evaluations, and return its content.
 
-    ``initial_reward`` and ``final_reward`` come from ``average_first_and_last``. ``initial_eval_reward`` and
-    ``final_eval_reward`` are the first and the last ``eval_reward``; rows of additional evaluation sets have none. Keys
-    of ``best.json`` and of the existing summary stay. A damaged row is skipped: it must not hide how the run ended.
+    ``summarize_rewards`` returns the initial and the final reward. ``initial_eval_reward`` and ``final_eval_reward``
+    are the first and the last ``eval_reward``; rows of additional evaluation sets have none. Keys of ``best.json`` and
+    of the existing summary stay. A damaged row is skipped: it must not hide how the run ended.
     """
     rows = read_metrics(folder, lenient=True)
-    first, last = average_first_and_last(drop_missing(finite_number(row.get("reward")) for row in rows))
     eval_rewards = drop_missing(
         finite_number(row.get("eval_reward")) for row in read_rows(folder / "eval.jsonl", lenient=True)
     )
-    rewards = {"initial_reward": first, "final_reward": last}
+    rewards = summarize_rewards(rows)
     if eval_rewards:
         rewards |= {"initial_eval_reward": eval_rewards[0], "final_eval_reward": eval_rewards[-1]}
     benchmarks = read_json(folder / "benchmarks.json")

@@ -25,9 +25,10 @@ from grpo_recipes.fetch.assets import MODEL, Assets, find_assets
 from grpo_recipes.paths import cache_root, shell_path
 from grpo_recipes.plan.devices import derive_batch
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.configs import CONFIGS, GRPOConfig, ModelConfig
+from grpo_recipes.recipe.configs import CONFIGS, CONFIGS_OF_ROWS, GRPOConfig, ModelConfig
 from grpo_recipes.recipe.registry import reward_keys, rewards
 from grpo_recipes.recipe.sources import extension_of
+from grpo_recipes.recipe.tasks import added_task
 from grpo_recipes.recipe.user_code import source_path
 from grpo_recipes.rewards.probe import describe_unpaid, find_problems, probe_rewards, read_first_rows
 from grpo_recipes.runs.rundir import write_atomically
@@ -68,7 +69,7 @@ def check_deeply(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
         rows, counts = sample
         if configs and not sources.missing:
             data_lines += collect_problems(_check_prompts, rows, DeepCheck(recipe, *configs, sources)) or []
-        if rows:
+        if rows and not added_task(recipe):
             data_lines += collect_problems(_check_rewards, recipe, rows, counts.left_out, environment) or []
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
@@ -137,7 +138,8 @@ def _build_configs(recipe: Recipe, sources: Assets) -> tuple[GRPOConfig, ModelCo
         with as_config_error(
             (ValueError, TypeError), recipe.path.name, "TRL rejects the recipe", "change the keys it names"
         ):
-            _, args, model_args = TrlParser(CONFIGS, allow_abbrev=False).parse_args_and_config(argv)
+            configs = CONFIGS_OF_ROWS if added_task(recipe) else CONFIGS
+            _, args, model_args = TrlParser(configs, allow_abbrev=False).parse_args_and_config(argv)
     if sources.model is not None:
         model_args.model_name_or_path, model_args.model_revision = sources.model.path, "main"
     return args, model_args

@@ -51,14 +51,14 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         rank.allow_fsdp_on_cpu()
         # The next steps need memory and fail for a broken model, which the server reports better. So wait for it now.
         rank.wait_for_first_server(run, args.vllm_server_timeout, stop)
-        _exit_if_stopped(stop, run, args.device)
+        exit_if_stopped(stop, run, args.device)
         tokenizer = load_tokenizer(model_args, args)
         fetched, source_class = find_fetched_datasets(run), rollout_class(partial(getattr, script_args))
         prompts, held_out = _load_datasets(script_args, args, tokenizer, fetched, source_class)
         source = source_class(script_args, args, run) if source_class else None
         continue_tracked_runs(args, run)
         args.model_init_kwargs = model_init_kwargs(model_args, args)
-        _exit_if_stopped(stop, run, args.device)
+        exit_if_stopped(stop, run, args.device)
         trainer = trainer_class(
             model=model_args.model_name_or_path,
             reward_funcs=load_rewards(
@@ -75,12 +75,7 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
             stop=stop,
             source=source,
         )
-        dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
-        distributed_type = trainer.accelerator.distributed_type.name
-        rank.check_sharing(run, distributed_type, dtype)
-        trained = {parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad}
-        trained_names = {str(dtype).removeprefix("torch.") for dtype in trained}
-        rank.check_updates(distributed_type, trainer.accelerator.mixed_precision, trained_names, args)
+        rank.check_model(run, trainer.accelerator, trainer.model, args)
         checkpoint = find_newest_complete(run / "checkpoints")
         if trainer.accelerator.is_main_process:
             print(f"grpo: {prompts}; first prompt:\n{shorten(prompts.example)}")
@@ -93,7 +88,7 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
             if checkpoint is not None and args.ignore_data_skip:
                 print("grpo: ignore_data_skip: the order of the data restarts")
         trainer.add_callback(UntrainedBenchmarks(trainer, script_args, run, stop.requested))
-        _exit_if_stopped(stop, run, args.device)
+        exit_if_stopped(stop, run, args.device)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         trainer.rows.enter("end")
         with trainer.rows.span("save model"):
@@ -119,7 +114,7 @@ def _load_datasets(
     return prompts, source_class.evaluation_prompts(script_args) if evaluates else None
 
 
-def _exit_if_stopped(stop: StopRequest, run: Path, device: torch.device) -> None:
+def exit_if_stopped(stop: StopRequest, run: Path, device: torch.device) -> None:
     """Raise StoppedOnRequest on all ranks, before the first step, if any rank has seen a stop request."""
     if any_rank_requests_stop(stop, device):
         raise make_stop_before_first_step(run / "checkpoints")

@@ -161,6 +161,15 @@ def check_world(folder: Path, world_size: int, device_type: str) -> None:
         raise RuntimeError(f"{problem}; check CONFIG_FILE and the accelerator key")
 
 
+def check_model(folder: Path, accelerator: Accelerator, model: torch.nn.Module, args: GRPOConfig) -> None:
+    """Raise RuntimeError unless the model is shared as planned, and ConfigError if rounding would lose its updates."""
+    distributed_type, dtype = accelerator.distributed_type.name, next(model.parameters()).dtype
+    check_sharing(folder, distributed_type, str(dtype).removeprefix("torch."))
+    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    names = {str(dtype).removeprefix("torch.") for dtype in trained}
+    check_updates(distributed_type, accelerator.mixed_precision, names, args)
+
+
 def check_sharing(folder: Path, distributed_type: str, dtype: str) -> None:
     """Raise RuntimeError unless the sharing of the model and the weights' dtype are as in ``plan.json``.
 

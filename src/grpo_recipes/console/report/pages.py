@@ -126,10 +126,14 @@ def make_headline(run: RunRecord) -> str:
 
     For example "Failed. Reward rose from 0.1 to 0.6 over 40 steps." The mean rewards of the first and of the last tenth
     of the steps (at least 3 steps each) are compared. Below two standard errors, the sentence is "No clear trend in
-    the reward". With overlap_generation, it adds "one step off-policy". Without rewards, it names the reason.
+    the reward". With overlap_generation, it adds "one step off-policy". Without rewards, it has the loss, or
+    names the reason.
     """
     outcome, rewards = run.outcome, run.metrics.known("reward")
     status = _STATUSES.get(run.status, ("", ""))[1]
+    if (last := run.summary.get("final_loss")) is not None:
+        first, steps = run.summary["initial_loss"], plural(outcome.steps, "step")
+        return f"{status}Loss from {format_number(first)} to {format_number(last)} over {steps}."
     if outcome.first is None or outcome.last is None:
         return status + ("No step has a reward." if outcome.steps else "No step was finished.")
     change = (

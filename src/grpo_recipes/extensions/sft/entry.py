@@ -1,0 +1,62 @@
+"""Run the steps of a training process of supervised fine-tuning, in order. The entry script ``src/sft.py`` calls it."""
+
+from trl import TrlParser
+
+from grpo_recipes.data import load_prompts
+from grpo_recipes.data.prompts import shorten
+from grpo_recipes.extensions.sft.trainer import SFTTrainer, make_config, make_rows
+from grpo_recipes.fetch.assets import find_fetched_datasets
+from grpo_recipes.process.reports import run_folder
+from grpo_recipes.recipe.configs import CONFIGS_OF_ROWS
+from grpo_recipes.runs.checkpoints import find_newest_complete
+from grpo_recipes.runs.stop_request import StopRequest
+from grpo_recipes.trainers import rank
+from grpo_recipes.trainers.entry import exit_if_stopped, load_callbacks
+from grpo_recipes.trainers.metrics import append_json
+from grpo_recipes.trainers.model import load_lora_config, load_tokenizer, model_init_kwargs, save_model
+from grpo_recipes.trainers.trackers import continue_tracked_runs
+
+
+def train() -> None:
+    """Run a training process with the recipe on the command line, and write the model to ``<run>/model``.
+
+    Resume from the run's newest complete checkpoint.
+    """
+    run = run_folder()
+    stop = StopRequest(run)
+    with rank.recording_rank(run):
+        stop.listen()
+        script_args, args, model_args = TrlParser(CONFIGS_OF_ROWS, allow_abbrev=False).parse_args_and_config()
+        rank.check_world(run, args.world_size, args.device.type)
+        rank.wait_for_all_ranks(run, args.device)
+        rank.allow_fsdp_on_cpu()
+        exit_if_stopped(stop, run, args.device)
+        tokenizer = load_tokenizer(model_args, args)
+        rows_of_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        options = args.seed, args.chat_template_kwargs, find_fetched_datasets(run)
+        prompts = load_prompts(script_args, tokenizer, rows_of_step, *options)
+        continue_tracked_runs(args, run)
+        args.model_init_kwargs = model_init_kwargs(model_args, args)
+        exit_if_stopped(stop, run, args.device)
+        trainer = SFTTrainer(
+            model=model_args.model_name_or_path,
+            args=make_config(args),
+            train_dataset=make_rows(prompts, args.chat_template_kwargs),
+            processing_class=tokenizer,
+            peft_config=load_lora_config(model_args, args.trust_remote_code),
+            callbacks=load_callbacks(script_args.callbacks, run / "callbacks"),
+            run_dir=run,
+            stop=stop,
+            max_length=script_args.sft_max_length,
+        )
+        rank.check_model(run, trainer.accelerator, trainer.model, args)
+        if trainer.accelerator.is_main_process:
+            print(f"grpo: {prompts}; first prompt:\n{shorten(prompts.example)}")
+            counts = {"read": prompts.counts.read, "too_long": prompts.counts.too_long}
+            append_json(run / "prompts.jsonl", {"step": 0, "said": [str(prompts)], **counts})
+        exit_if_stopped(stop, run, args.device)
+        checkpoint = find_newest_complete(run / "checkpoints")
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        trainer.rows.enter("end")
+        with trainer.rows.span("save model"):
+            save_model(trainer, run / "model")
