@@ -74,6 +74,7 @@ class Command:
     options: tuple[Option, ...]
     exclusive: tuple[Option, ...]  # options that exclude each other
     takes_recipe: bool
+    takes_several: bool
     usage: str
     epilog: str
 
@@ -123,6 +124,7 @@ def command(
     *options: Option,
     exclusive: tuple[Option, ...] = (),
     takes_recipe: bool = False,
+    takes_several: bool = False,
     usage: str = _USAGE,
     epilog: str = _EPILOG,
 ) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
@@ -130,9 +132,10 @@ def command(
 
     The function gets the parsed options and returns the exit code. ``exclusive`` options can't be combined with each
     other. With ``takes_recipe``, the command also accepts a recipe and flags for its keys, which it finds in
-    ``options.flags``. A ``ConfigError`` in the function ends in exit code 2.
+    ``options.flags``. With ``takes_several``, more recipes may follow the
+    first, in ``options.then``. A ``ConfigError`` in the function ends in exit code 2.
     """
-    return lambda run: Command(help, run, options, exclusive, takes_recipe, usage, epilog)
+    return lambda run: Command(help, run, options, exclusive, takes_recipe, takes_several, usage, epilog)
 
 
 def recipe_name(options: argparse.Namespace) -> str | None:
@@ -355,6 +358,9 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     recipe = None
     if takes_recipe and len(arguments) > 1 and not arguments[1].startswith("-"):
         recipe = arguments.pop(1)
+    then = []
+    while recipe and load_command(name).takes_several and len(arguments) > 1 and not arguments[1].startswith("-"):
+        then.append(arguments.pop(1))
     options, flags = parser.parse_known_args(arguments)
     if takes_recipe and recipe is None and flags and not flags[0].startswith("-"):
         recipe = flags.pop(0)  # only options of the command come before it, e.g. `grpo check --deep my.yaml`
@@ -363,7 +369,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
         if meant or not takes_recipe:
             problem = f"is not an option of grpo {name}"
             raise config_error(flag.partition("=")[0], problem, f"use {meant}" if meant else f"see grpo {name} --help")
-    options.recipe, options.flags = recipe, flags
+    options.recipe, options.then, options.flags = recipe, tuple(then), flags
     error = config_error(".", "the working folder does not exist anymore", "cd to an existing folder")
     with translate_errors(OSError, lambda _: error):
         os.getcwd()

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from grpo_recipes.cli import Option, command, option, recipe_name, switch
 from grpo_recipes.cli.nodes import NODE_OPTIONS, read_nodes, reject_other_launchers
@@ -30,13 +31,16 @@ OVERRIDES = ("account", "partition", "time", "nodes", "gpus", "mem", "cpus", "qo
     switch("--benchmark", help="Print time and memory of steps and weight transfers, and write benchmark.json"),
     *NODE_OPTIONS,
     takes_recipe=True,
+    takes_several=True,
+    usage="[RECIPE ...] [options] [--KEY VALUE ...]",
 )
 def launch(options: argparse.Namespace) -> int:
-    """Run a recipe or resume a run; return the run's exit code."""
+    """Run a recipe, or several in order, or resume a run; return the exit code of the last run."""
     reject_other_launchers("grpo launch RECIPE --num_processes", os.environ)
     nodes = read_nodes(options, read_slurm_job(os.environ))
     os.environ.update(nodes.variables)
-    return launch_run(launch_options(options, recipe_name(options), options.flags, nodes.meeting, nodes.keys))
+    launched = launch_options(options, recipe_name(options), options.flags, nodes.meeting, nodes.keys)
+    return launch_run(replace(launched, then=options.then))
 
 
 def launch_options(

@@ -50,6 +50,8 @@ class Options:
     benchmark: bool = False
     keys: Mapping[str, Value] = field(default_factory=dict)  # recipe keys that an entry point sets
     flags: tuple[str, ...] = ()  # flags for recipe keys
+    then: tuple[str, ...] = ()  # recipes to run afterwards, each from the model of the run before it
+    previous: str | None = None  # run directory of the recipe before, for a run that starts from its model
     meeting: Meeting | None = None  # the meeting of nodes that the user starts by hand
 
     def as_json(self) -> dict[str, Any]:
@@ -82,6 +84,8 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
             options.recipe, options.task, options.flags, environment, resources.device, options.keys
         )
         job = resources.job
+        if options.previous is not None:  # the job's newest run is the run of the recipe before
+            return None, recipe
         if job is None or job.restarts == 0 or not (pointer := _run_root(recipe) / POINTERS / job.name).is_file():
             return None, recipe
         run = find_run(_run_root(recipe), pointer.read_text().strip())
@@ -233,13 +237,15 @@ def choose_names(recipe: Recipe, run: Run | None = None) -> Names:
     return Names(folder, name, f"{name}-{secrets.token_hex(4)}", stamp)
 
 
-def create_run(recipe: Recipe, resources: Resources, names: Names) -> tuple[Run, Names]:
+def create_run(recipe: Recipe, facts: Mapping[str, Any], names: Names) -> tuple[Run, Names]:
     """Create the run directory; return the run and its names, which differ from ``names`` if the folder exists.
+
+    ``facts`` are stored in ``run.json``.
 
     If another launch has just used the name, wait for a name with another second. Raise ConfigError after a minute.
     """
     for _ in range(60):
-        if run := rundir.new_run(names.run_dir, names.run, names.timestamp, resources.facts()):
+        if run := rundir.new_run(names.run_dir, names.run, names.timestamp, facts):
             return run, names
         time.sleep(1)
         names = choose_names(recipe)

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.fetch.assets import ensure_assets, find_assets, record_assets
-from grpo_recipes.launch import processes, resolve
+from grpo_recipes.launch import processes, resolve, stages
 from grpo_recipes.launch.attempt import (
     Attempt,
     end_without_run,
@@ -81,35 +81,48 @@ _PORT_SECONDS = 5.0  # a server's port is free within this time after the end of
 def launch(options: resolve.Options, resources: Resources | None = None) -> int:
     """Run a recipe and return its exit code: 0, 75 (stopped and saved), the code of the first failed rank, or 128+n.
 
-    ``resources`` are by default the resources of this machine. With ``options.dry_run``, only print the plan. On a node
-    that joins another node's run, run the node worker instead. Raise ConfigError before anything starts if the recipe,
-    a flag or the environment is wrong.
+    The recipes in ``options.then`` follow in order if the code is 0. ``resources`` are by default the resources of this
+    machine. With ``options.dry_run``, only print the plans. Raise ConfigError before anything starts if a recipe, a
+    flag or the environment is wrong.
+    """
+    resources = resources or find_resources(os.environ)
+    return stages.run_stages(options, resources, _launch_one)
+
+
+def _launch_one(options: resolve.Options, resources: Resources) -> tuple[int, rundir.Run | None]:
+    """Run one recipe, and return its exit code and its run. With ``options.dry_run``, only print the plan.
+
+    On a node that joins another node's run, run the node worker instead. The run is None if there is no run directory.
     """
     trace = Trace(LAUNCHER)
     trace.enter("check")
-    resources = resources or find_resources(os.environ)
     meeting, channel = options.meeting, None
     if meeting is not None:
         resources = resources if resources.nodes else resources.on_nodes(meeting.nodes)
         channel = MeetingChannel(meeting, options.as_json())
     if options.dry_run:
-        return _print_dry_run(options, resources)
+        return _print_dry_run(options, resources), None
     if meeting is not None and meeting.rank > 0:
         run, recipe = resolve.resolve_run(options, resources)  # raises the errors of node 0 early
-        return 0 if run and resolve.is_finished(run, recipe, options) else serve_node(meeting, options.as_json())
+        is_finished = run is not None and resolve.is_finished(run, recipe, options)
+        return 0 if is_finished else serve_node(meeting, options.as_json()), None
     with OUTPUT.store_lines(), StopSignals() as stop, closing(NodeWorkers(len(resources.nodes), channel)) as workers:
         try:
             run, recipe = resolve.resolve_run(options, resources)
             if run and resolve.is_finished(run, recipe, options):
                 if options.benchmark:
                     print_line("\n".join(write_benchmark(run)))
-                return 0
+                return 0, run
             attempt = _prepare_launch(run, recipe, options, resources, stop, workers, trace)
         except StoppedAtOnce as stopped:
             workers.close(stopped.ending())
-            return end_without_run(stopped.ending(), stop.wants_requeue, resources.job)
+            return end_without_run(stopped.ending(), stop.wants_requeue, resources.job), None
         ending = supervise(attempt, stop)
-        return finish_attempt(attempt, ending, stop.wants_requeue, resources.job, options.benchmark).code
+        if ending.code == 0 and (stop.received or stop.requested) and stages.has_later_recipe(attempt.run):
+            ending = Ending(EXIT_STOPPED, "stopped on request before the next recipe")
+        outcome = finish_attempt(attempt, ending, stop.wants_requeue, resources.job, options.benchmark)
+        os.close(attempt.lock)  # the run is over, also while the next recipe runs
+        return outcome.code, attempt.run
 
 
 def _prepare_launch(
@@ -157,7 +170,9 @@ def _prepare_launch(
             notes.append(note)
     stop.defer()
     if run is None:
-        run, names = resolve.create_run(recipe, resources, names)
+        facts = {**resources.facts(), **stages.describe_later_recipes(options, resources.device)}
+        run, names = resolve.create_run(recipe, facts, names)
+        stages.record_next_run(options, run)
         lock = rundir.lock_run(run)
         OUTPUT.start_log(run.folder)
     plan = with_processes(plan, recipe, resources, os.environ, names, sources)
@@ -166,7 +181,7 @@ def _prepare_launch(
     attempt = prepare_attempt(run, recipe, plan, names, resources, workers, options.update_rewards)
     attempt.scratch.locks.append(os.dup(lock))  # process guards hold the run's lock while a process of it lives
     trace.open(run.folder)
-    return replace(attempt, hooks=hooks, hook_lines=hook_lines, trace=trace)
+    return replace(attempt, lock=lock, hooks=hooks, hook_lines=hook_lines, trace=trace)
 
 
 def _print_dry_run(options: resolve.Options, resources: Resources) -> int:

@@ -1,0 +1,117 @@
+"""Run several recipes in order: `grpo launch sft.yaml grpo.yaml`. Each run starts from the model of the run before it.
+
+``run.json`` of a run lists the recipes that follow it, and ``next_run.json`` names the run of the next recipe. So a
+resume of any of these runs, also by a requeued Slurm job, continues with the recipes after it.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.errors import ConfigError, Problem, config_error
+from grpo_recipes.fetch.assets import ensure_assets
+from grpo_recipes.launch.resolve import Options
+from grpo_recipes.paths import display_path
+from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.process.reports import say
+from grpo_recipes.recipe.check import choose_recipe, resolve_recipe
+from grpo_recipes.recipe.document import Value, read_flags
+from grpo_recipes.recipe.tasks import GRPO
+from grpo_recipes.runs.rundir import Run, read_json, write_json
+
+NEXT_RUN = "next_run.json"  # in a run directory: the run of the next recipe
+MODEL = "model_name_or_path"
+
+
+def run_stages(
+    options: Options, resources: Resources, launch_one: Callable[[Options, Resources], tuple[int, Run | None]]
+) -> int:
+    """Launch a recipe, and then the recipes that follow it as long as the exit code is 0; return the last exit code.
+
+    ``launch_one`` launches one recipe, and returns its exit code and its run.
+    """
+    later_stages = list_later_stages(options, resources)
+    code, run = launch_one(options, resources)
+    while code == 0 and run is not None and (stage := next_stage(run, options)):
+        options = stage
+        code, run = launch_one(options, resources)
+    for stage in later_stages if options.dry_run else ():
+        launch_one(stage, resources)
+    return code
+
+
+def list_later_stages(options: Options, resources: Resources) -> list[Options]:
+    """Return the options of the recipes after the first, which start from the first recipe's model for now.
+
+    Raise ConfigError if one of these recipes is wrong, before the first run takes hours.
+    """
+    if not options.then or options.recipe is None:
+        return []
+    problems = []
+    if MODEL in {key for key, _ in read_flags(options.flags, [])}:
+        problems.append(Problem(f"--{MODEL}", "would apply to every recipe", f"set {MODEL} in {options.recipe}"))
+    if os.environ.get("VLLM_MODEL"):
+        problems.append(Problem("VLLM_MODEL", "would apply to every recipe", "unset VLLM_MODEL"))
+    if options.meeting is not None:
+        problem = "several recipes can't be combined with nodes that you start by hand"
+        problems.append(Problem("--node_rank", problem, "launch one recipe, or use a Slurm job"))
+    if problems:
+        raise ConfigError(*problems)
+    first = resolve_recipe(options.recipe, options.task, options.flags, os.environ, resources.device)
+    stages = []
+    for path in options.then:
+        stage = replace(options, recipe=path, then=(), keys=_start_from(first.model.name, first.model.revision))
+        recipe = resolve_recipe(path, stage.task, stage.flags, os.environ, resources.device, stage.keys)
+        make_plan(recipe, resources, os.environ)
+        ensure_assets(recipe, os.environ, None, [path, *stage.words()], options.allow_changed_code)
+        stages.append(stage)
+    return stages
+
+
+def describe_later_recipes(options: Options, device: str) -> dict[str, Any]:
+    """Return the entry of ``run.json`` for a run that other recipes follow; an empty mapping for any other run."""
+    if not options.then:
+        return {}
+    paths = [choose_recipe(name, os.environ, GRPO, device).absolute() for name in options.then]
+    return {"then": [str(path) for path in paths], "then_flags": list(options.flags)}
+
+
+def has_later_recipe(run: Run) -> bool:
+    """Return whether another recipe follows this run."""
+    return bool(run.identity.get("then"))
+
+
+def record_next_run(options: Options, run: Run) -> None:
+    """Write the path of a new run into the directory of the run before it, if there is one."""
+    if options.previous is not None:
+        write_json(Path(options.previous) / NEXT_RUN, {"run": str(run.folder)})
+
+
+def next_stage(run: Run, options: Options) -> Options | None:
+    """Return the options for the recipe after a completed run, to start or to resume it; None if there is none.
+
+    ``options`` started or resumed ``run``. Raise ConfigError if the run has no model.
+    """
+    if not has_later_recipe(run):
+        return None
+    recipe, *later = run.identity["then"]
+    stage = replace(options, recipe=None, resume=None, then=(), keys={}, previous=None, update_rewards=False)
+    if next_run := read_json(run.folder / NEXT_RUN).get("run"):
+        say(f"{display_path(recipe)} resumes in {display_path(next_run)}")
+        return replace(stage, resume=next_run, flags=())
+    model = run.folder / "model"
+    if not model.is_dir():
+        raise config_error(display_path(run.folder), "the run has no model to start from", "launch the recipes again")
+    say(f"{display_path(recipe)} starts from {display_path(model)}")
+    flags = tuple(run.identity["then_flags"])
+    keys = _start_from(str(model), "main")
+    return replace(stage, recipe=recipe, then=tuple(later), keys=keys, flags=flags, previous=str(run.folder))
+
+
+def _start_from(model: str, revision: str) -> Mapping[str, Value]:
+    """Return the keys that let a recipe start from a model."""
+    source = "model of the recipe before"
+    return {MODEL: Value(model, source), "model_revision": Value(revision, source)}
