@@ -20,7 +20,7 @@ from grpo_recipes.errors import ConfigError, config_error, translate_errors
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import catalogue_trl
 from grpo_recipes.recipe.registry import built_for_cpu
-from grpo_recipes.recipe.tasks import group_size
+from grpo_recipes.recipe.tasks import added_task, group_size
 from grpo_recipes.slurm.client import SlurmJob, read_slurm_job
 
 ONE_GPU_BRIDGES = ("file", "lora", "shared")  # weight sync methods that work with server and rank 0 on one GPU
@@ -361,7 +361,10 @@ def derive_batch(recipe: Recipe, trainers: int) -> Batch:
             fix = "set prompts_per_step, from which the launcher derives the other sizes"
             raise config_error(recipe.source("num_generations"), f"{product} are not whole groups of {group}", fix)
     prompt, completion = recipe.data.max_prompt_length, recipe.sampling.max_completion_length
-    tokens = completions * (prompt + completion) if prompt and completion and group > 1 else None
+    longest = prompt + completion if prompt and completion else None
+    if added := added_task(recipe):
+        longest = recipe[added.length_key]
+    tokens = completions * longest if longest else None
     return Batch(completions, group, trainers, per_device, accumulation, tokens)
 
 

@@ -29,6 +29,7 @@ from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.learning import mixed_precision
 from grpo_recipes.recipe.registry import EXTERNAL, SYNC_METHODS
+from grpo_recipes.recipe.tasks import added_task
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Memory of processes without a model: bench/results/memory_estimate.json, case "constant".
@@ -74,9 +75,11 @@ class Workload(dict[str, Any]):
         model = read_model(plan.model, recipe.model.name)
         longest, completion = longest_sequence(recipe), recipe.sampling.max_completion_length
         prompt = recipe.data.max_prompt_length
-        sequence = prompt + completion if prompt and completion else longest
+        sequence, length_key = prompt + completion if prompt and completion else longest, "max_prompt_length"
+        if added := added_task(recipe):
+            completion, sequence, length_key = None, recipe[added.length_key], added.length_key
         if sequence is None:
-            raise UnknownShape("no key limits the length of a sequence; set max_prompt_length")
+            raise UnknownShape(f"no key limits the length of a sequence; set {length_key}")
         if plan.accelerator == "custom":
             raise UnknownShape("the effect of CONFIG_FILE on memory is unknown; unset it")
         return cls({
@@ -94,6 +97,7 @@ class Workload(dict[str, Any]):
             "replicas": plan.replicas,
             **{name: getattr(plan, name) for name in ("device", "mode", "accelerator", "bridge", "gpu_shared")},
             **{key: recipe[key] for key in _KEYS},
+            **({"mode": EXTERNAL} if added else {}),  # like the trainers of an external server, they sample nothing
         })  # fmt: skip
 
     @property

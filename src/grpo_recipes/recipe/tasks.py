@@ -33,6 +33,7 @@ class AddedTask:
 
     name: str
     entry: str  # entry script of the trainers
+    length_key: str  # recipe key with the most tokens of a row; longer rows are dropped
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.extensions.sft.rules import ONLY_GRPO
 from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.estimates import Workload, find_needs
+from grpo_recipes.plan.models import UnknownShape
 from grpo_recipes.plan.plan import format_plan, make_plan
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe, configs
@@ -42,6 +44,20 @@ def test_all_gpus_train_and_nothing_samples(tmp_path: Path) -> None:
     shown = format_plan(plan, argv=False).splitlines()
     assert "batch      80 rows per step = 4 trainers x 10 per device x 2 accumulated" in shown
     assert "vllm       none (task: sft samples nothing)" in shown
+
+
+def test_the_memory_of_a_step_follows_from_the_longest_row(tmp_path: Path) -> None:
+    def estimate(*flags: str) -> int:
+        recipe = resolve("--model_name_or_path", "Qwen/Qwen2.5-1.5B-Instruct", *flags)
+        needs = find_needs(Workload.of(recipe, plan_of(recipe, GPUS, tmp_path)), None)
+        assert needs.keys() == {"trainer"} and "KV cache" not in needs["trainer"].parts
+        return sum(needs["trainer"].parts.values())
+
+    assert estimate("--sft_max_length", "2048") > estimate("--sft_max_length", "256")
+    with pytest.raises(UnknownShape, match="set sft_max_length"):
+        estimate()
+    plan = plan_of(resolve("--sft_max_length", "32"), GPUS, tmp_path)
+    assert str(plan.batch).endswith("at most 2,560 tokens")
 
 
 def test_one_gpu_needs_no_vllm(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from grpo_recipes.recipe.keys import catalogue, environment_keys
 from grpo_recipes.recipe.rules import Idle, Rule, matching_keys, set_by_user
 from grpo_recipes.recipe.tasks import AddedTask
 
-TASK = AddedTask("sft", "src/sft.py")
+TASK = AddedTask("sft", "src/sft.py", "sft_max_length")
 # Keys of the core that only GRPO reads. The maxent keys have their own rule.
 ONLY_GRPO = (
     "reward_* answer_matching cosine_* repetition_* soft_punish_cache benchmark* eval_* num_generations* "
