@@ -389,7 +389,8 @@ def test_an_environment_has_its_share_of_groups_under_way(tmp_path: Path, weight
 @pytest.mark.slow
 @pytest.mark.rotating
 def test_two_environments_of_a_run_send_groups_through_every_trouble(make_run, tmp_path, vllm, api) -> None:
-    third = {"id": f"{FILE}:Count", "weight": 1.0, "min_allocation": 0.5}
+    equal = {"ensure_scores_are_not_same": False}  # the fake server answers every request of Count correctly
+    third = {"id": f"{FILE}:Count", "weight": 1.0, "min_allocation": 0.5, "args": equal}
     run = make_run(atropos_mixture={"environments": [{"id": "arithmetic", "weight": 3.0}, third]})
     vllm.policy = 3
     first, second = served = [Served(tmp_path, index, api.url, vllm.url) for index in (0, 1)]
