@@ -22,6 +22,7 @@ import inspect
 import json
 import os
 import re
+import textwrap
 import unittest.mock
 from typing import Any
 
@@ -38,8 +39,8 @@ from grpo_recipes.slurm import profile
 RECIPES = find_code_root() / "recipes"
 
 _MARKER = re.compile(
-    r"^<!-- (?P<table>all keys|nested keys|refused keys|other names|recipes|maxent|atropos|doctor|profile|weight|"
-    r"command)( (?P<owner>\w+))? -->$",
+    r"^(?P<indent> *)<!-- (?P<table>all keys|nested keys|refused keys|other names|recipes|maxent|atropos|doctor|"
+    r"profile|weight|command)( (?P<owner>\w+))? -->$",
     re.MULTILINE,
 )
 _WRITTEN = re.compile(r"^<!-- (made by \S+\.py: .+|end) -->\n", re.MULTILINE)
@@ -62,7 +63,7 @@ def fill(markdown: str) -> str:
             "weight": bridges_table,
             "command": commands_help,
         }
-        return tables[match["table"]]()
+        return textwrap.indent(tables[match["table"]](), match["indent"])
 
     return _MARKER.sub(table, _WRITTEN.sub("", markdown))
 
