@@ -7,7 +7,9 @@ import json
 import pytest
 
 from grpo_recipes import cli
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.recipe.keys import READ_VARIABLES, SHELL_VARIABLES, catalogue, environment_keys, nested_catalogue
+from grpo_recipes.recipe.objectives import NAMED_OBJECTIVES
 from grpo_recipes.recipe.registry import benchmarks
 from grpo_recipes.recipe.rules import unsupported_keys
 
@@ -67,7 +69,7 @@ def test_other_matches_are_rows_and_rejected_names_one_line(capsys):
 def test_the_row_of_a_key_shows_the_sentence_with_the_word(capsys):
     assert cli.main(["keys", "temperature"]) == 0
     (row,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["loss_type"])
-    assert "temperature-" in row and row.split()[1] == '"dapo"'
+    assert "sapo_temperature_*" in row and row.split()[1] == '"dapo"'
 
 
 def test_variables(capsys):
@@ -83,6 +85,27 @@ def test_variables(capsys):
 def test_benchmarks(capsys):
     assert list_keys(capsys, "--benchmarks").keys() == benchmarks().keys()
     assert list_keys(capsys, "aime", "--benchmarks").keys() == {"aime24", "aime25"}
+
+
+def test_objectives_are_listed_with_their_keys_and_papers(capsys):
+    objectives = list_keys(capsys, "objective")
+    assert cli.main(["keys", "objectives"]) == 0
+    title, *lines, keys = capsys.readouterr().out.splitlines()
+    assert title == "Objectives" and len(lines) == len(objectives)
+    (rloo,) = (line for line in lines if line.split()[0] == "RLOO")
+    assert "  advantage_estimator: rloo, loss_type: dr_grpo  " in rloo and rloo.endswith(
+        "(https://arxiv.org/abs/2402.14740)"
+    )
+    assert keys.endswith("keys loss_type, advantage_estimator, maxent_objective describes the keys")
+    for key in ("loss_type", "advantage_estimator", "maxent_objective"):
+        chosen = {objective["keys"].get(key, "group") for objective in objectives.values()}
+        assert chosen >= set(catalogue()[key]["choices"]), key
+
+
+@pytest.mark.parametrize("name", NAMED_OBJECTIVES)
+def test_every_objective_can_be_trained(name):
+    flags = [word for key, value in NAMED_OBJECTIVES[name].keys.items() for word in (f"--{key}", str(value))]
+    assert cli.main(["check", str(find_code_root() / "recipes/smoke/grpo.yaml"), *flags]) == 0
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ RUN_HERE = {
     f"grpo plan {MATH} --gpus 8 --vllm_data_parallel_size 2",
     f"grpo plan {MATH} --gpus 8 --gpu-memory 80 --time 72:00:00",
     "grpo keys temperature",
+    "grpo keys objective",
     "python src/atropos_grpo.py --model-name smoke:sums --environment arithmetic --dry-run",
     "grpo keys --env",
     "grpo keys --json",

@@ -61,7 +61,7 @@ def test_our_own_keys_are_told_apart_from_trls():
         spec.name for spec in dataclasses.fields(trl.GRPOConfig)
     }
     assert added == {
-        "dynamic_sampling", "dynamic_sampling_max_rounds",
+        "advantage_estimator", "dynamic_sampling", "dynamic_sampling_max_rounds",
         "early_stopping_patience", "prompts_per_step", "trim_padding", "padding_free", "ref_model_name_or_path",
         "eval_temperature", "eval_top_p", "eval_max_completion_length", "eval_sampling_seed", "server_backend",
         "max_concurrent_requests", "weight_sync", "weight_guard", "weight_guard_tolerance", "seed_server",

@@ -91,10 +91,11 @@ def rows_of(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 def main(folder: Path) -> None:
     """Run one of two processes that share three groups. A test starts them."""
     keys = json.loads((folder / "keys.json").read_text())
-    trainer = make_trainer(folder / "two", str(folder / "model"), **keys)
+    kind = MaxEntGRPOTrainer if "maxent_objective" in keys else GRPOTrainer
+    trainer = make_trainer(folder / "two", str(folder / "model"), kind, **keys)
     trainer.train()
     torch.save(
-        {"weights": weights_of(trainer), "tau": trainer.tau, "beta": trainer.beta},
+        {"weights": weights_of(trainer), "tau": getattr(trainer, "tau", None), "beta": trainer.beta},
         folder / f"rank_{trainer.accelerator.process_index}.pt",
     )
     torch.distributed.destroy_process_group()  # a thread of gloo that outlives Python aborts the process

@@ -33,17 +33,32 @@ RANK = int(os.environ.get("RANK", "0"))
 GROUP = 4
 TIMED = ("seconds", "tokens_per_second", "step_time", "memory/", "syncs")
 # The length of an epoch, in windows (one generation each) and in optimizer steps. A window is two optimizer steps. In
-# `uneven` it is half a step, and an epoch ends with a step of half as many micro-batches.
+# `uneven` it is half a step, and an epoch ends with a step of half as many micro-batches. Each has another objective.
 SHAPES: dict[str, dict[str, Any]] = {
-    "one-iteration": {"windows": 1, "epoch": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 2},
+    "one-iteration": {
+        "windows": 1,
+        "epoch": 2,
+        "steps_per_generation": 4,
+        "gradient_accumulation_steps": 2,
+        "advantage_estimator": "reinforce_plus_plus_baseline",
+    },
     "two-iterations": {
         "windows": 2,
         "epoch": 4,
         "steps_per_generation": 2,
         "gradient_accumulation_steps": 2,
         "num_iterations": 2,
+        "loss_type": "gmpo",
+        "epsilon": 0.01,
+        "advantage_estimator": "reinforce_plus_plus",
     },
-    "uneven": {"windows": 3, "epoch": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 4},
+    "uneven": {
+        "windows": 3,
+        "epoch": 2,
+        "steps_per_generation": 2,
+        "gradient_accumulation_steps": 4,
+        "advantage_estimator": "rloo",
+    },
 }
 ROWS = 4  # per micro-batch and rank
 

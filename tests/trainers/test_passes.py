@@ -22,7 +22,7 @@ from .fixed_completions import make_trainer, weights_of
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH, COMPLETION = 40, 30
-LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo"]
 
 
 def lognormal(rows: int, seed: int, longest: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The command `grpo keys`: search the keys of a recipe, the environment variables and the benchmarks.
+"""The command `grpo keys`: search the keys of a recipe, the environment variables and the benchmarks; list objectives.
 
 The most important keys come first, in the order of `topics.yaml`. Exact matches are printed with their whole
 description, other keys in one row each.
@@ -16,6 +16,7 @@ from grpo_recipes.cli.display import print_table
 from grpo_recipes.errors import config_error
 from grpo_recipes.recipe.converters import ALIASES, meaning_of, names, nearest
 from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, keys_by_topic, nested_catalogue, search_words, variables
+from grpo_recipes.recipe.objectives import NAMED_OBJECTIVES
 from grpo_recipes.recipe.registry import benchmarks
 from grpo_recipes.recipe.rules import unsupported_keys
 
@@ -35,12 +36,15 @@ _LONGEST_DEFAULT = 20  # characters of a default in a row
     ),
 )
 def keys(options: argparse.Namespace) -> int:
-    """Print the keys, variables or benchmarks with the word in their name or description.
+    """Print the keys, variables or benchmarks with the word in their name or description, or all objectives.
 
     Names of other tools and rejected keys are printed too, with their replacements. Raise ConfigError if nothing
     matches, or if the word is a setting of another tool that no recipe key replaces.
     """
     word = (options.word or "").lower()
+    if word in ("objective", "objectives"):
+        _print_objectives(options.json)
+        return 0
     table = "--env" if options.env else "--benchmarks" if options.benchmarks else ""
     sections: dict[str, Entries]
     if table:
@@ -93,6 +97,20 @@ def keys(options: argparse.Namespace) -> int:
         listed = f"{', '.join(rejected)} (grpo keys NAME prints the replacement)" if others else f"{name} ({fix})"
         print(f"Rejected names of other tools: {listed}")
     return 0
+
+
+def _print_objectives(as_json: bool) -> None:
+    """Print each objective with its keys, its line and its paper."""
+    if as_json:
+        print(json.dumps({name: row._asdict() for name, row in NAMED_OBJECTIVES.items()}, indent=1))
+        return
+    rows = [
+        [name, ", ".join(f"{key}: {value}" for key, value in row.keys.items()), f"{row.help} ({row.paper})"]
+        for name, row in NAMED_OBJECTIVES.items()
+    ]
+    print_table(rows, "Objectives")
+    keys = dict.fromkeys(next(iter(row.keys)) for row in NAMED_OBJECTIVES.values())
+    print(f"grpo: grpo keys {', '.join(keys)} describes the keys")
 
 
 def _list_entries(keys: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:

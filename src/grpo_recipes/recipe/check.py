@@ -25,6 +25,7 @@ from grpo_recipes.recipe import (
     learning,
     maxent,
     merge_recipe,
+    objectives,
     overlap,
     rendering,
     row_filter,
@@ -67,7 +68,13 @@ def check(recipe: Recipe, environment: Mapping[str, str], device: str | None = N
     """
     problems: list[Problem] = []
     rows = itertools.chain(
-        rules.RULES, maxent.RULES, entries("rules"), overlap.RULES, dynamic_sampling.RULES, row_filter.RULES
+        rules.RULES,
+        maxent.RULES,
+        entries("rules"),
+        overlap.RULES,
+        dynamic_sampling.RULES,
+        row_filter.RULES,
+        objectives.RULES,
     )
     checks: list[_Check] = [*(functools.partial(_rule_problems, row) for row in rows), *_CHECKS, *entries("checks")]
     checks += [functools.partial(function, device=device) for function in (sync_problems, head_size_problems)]

@@ -20,7 +20,6 @@ from grpo_recipes.recipe.registry import OBJECTIVES, SERVER_BACKENDS
 
 # TRL types these keys as `str`, so a typo would only fail inside the trainer.
 TRL_CHOICES: dict[str, list[str]] = {
-    "loss_type": ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"],
     "scale_rewards": ["group", "batch", "none"],
     "importance_sampling_level": ["token", "sequence"],
     "vllm_importance_sampling_mode": ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
@@ -177,6 +176,20 @@ class GRPOConfig(trl.GRPOConfig):
     prompts_per_step: int | None = key(None,
         "Prompts of one optimizer step on all devices; the per-device batch and accumulation are derived from it.",
         min=1, max=MOST_ROWS)
+    loss_type: str = key("dapo",
+        "Loss of tokens and its mean; `grpo keys objective` has the papers. grpo: mean over the tokens of each "
+        "completion, then over completions. dapo: mean over the step's tokens. bnpo: mean over the tokens of a forward "
+        "pass. dr_grpo: sum of tokens divided by max_completion_length. cispo: clips the weights of log-probs at "
+        "epsilon_high. sapo: replaces clipping by a gate with the temperatures sapo_temperature_*. gmpo: geometric "
+        "mean of a completion's ratios, with log-ratios clipped at epsilon. luspo: ratios of whole completions times "
+        "the length. vespo: smooth weights of whole completions.",
+        choices=["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo", "gmpo"])
+    advantage_estimator: str = key("group",
+        "How advantages follow from rewards; `grpo keys objective` has the papers. group: minus the group's mean, "
+        "divided as scale_rewards says. rloo: minus the mean of the group's other completions. reinforce_plus_plus: "
+        "minus the batch's mean, divided by its standard deviation. reinforce_plus_plus_baseline: minus the group's "
+        "mean, divided by the batch's standard deviation of that difference.",
+        choices=["group", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
     dynamic_sampling: bool = key(False,
         "Replace each group whose rewards are all equal, which teaches nothing, by the group of another prompt before "
         "the update; see docs/performance.md.")

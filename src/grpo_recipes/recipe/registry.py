@@ -337,7 +337,8 @@ class Objective:
     def fixed_keys(self, recipe: Callable[[str], Any]) -> dict[str, str]:
         """Return TRL's keys with the values that the objective needs: weights come from the plain sum of rewards."""
         loss = self.loss_type(recipe)
-        return {"loss_type": loss, "scale_rewards": "none", "multi_objective_aggregation": "sum_then_normalize"}
+        plain_sum = {"scale_rewards": "none", "multi_objective_aggregation": "sum_then_normalize"}
+        return {"loss_type": loss, "advantage_estimator": "group", **plain_sum}
 
 
 def policy_per_token(recipe: Callable[[str], Any]) -> bool:

@@ -140,6 +140,8 @@ class Sampling(Section):
 class Loss(Section):
     """Keys of the loss and its reference model."""
 
+    loss_type = Key[str]("loss_type")
+    advantage_estimator = Key[str]("advantage_estimator")
     beta = Key[float]("beta")
     epsilon = Key[float]("epsilon")
     epsilon_high = Key[float | None]("epsilon_high")

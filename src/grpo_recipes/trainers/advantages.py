@@ -4,7 +4,23 @@ from typing import Any
 
 import torch
 
+from grpo_recipes.algorithms.objectives import ESTIMATORS
+from grpo_recipes.errors import config_error
+from grpo_recipes.evaluate.scores import sum_weighted_rewards
 from grpo_recipes.trainers.protocol import InnerTrainer
+
+
+def estimate_advantages(trainer: InnerTrainer) -> torch.Tensor:
+    """Return the advantages of the recipe's ``advantage_estimator``, (P, G), of all ranks. 0 without a score.
+
+    Raise ConfigError if the source of the completions has its own advantages.
+    """
+    name = trainer.args.advantage_estimator
+    if trainer.source is not None and trainer.source.brings_advantages:
+        problem = f"a group has its own advantages, but {name} computes advantages from scores"
+        raise config_error("advantage_estimator", problem, "remove advantage_estimator")
+    rewards_B = sum_weighted_rewards(trainer.rewards_BR, trainer.reward_weights).double()
+    return ESTIMATORS[name](rewards_B.view(-1, trainer.num_generations)).nan_to_num(nan=0.0)
 
 
 def replace_advantages(trainer: InnerTrainer, output: dict[str, Any], advantages_PG: torch.Tensor) -> None:

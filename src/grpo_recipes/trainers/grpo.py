@@ -27,7 +27,7 @@ from grpo_recipes.rollouts.backends import make_rollouts
 from grpo_recipes.rollouts.source import Source
 from grpo_recipes.runs.stop_request import Stopped, StopRequest
 from grpo_recipes.trainer_protocol import Mode
-from grpo_recipes.trainers.advantages import replace_advantages, replace_logged_advantages
+from grpo_recipes.trainers.advantages import estimate_advantages, replace_advantages, replace_logged_advantages
 from grpo_recipes.trainers.ahead import OverlappedRollouts
 from grpo_recipes.trainers.best import BestModel, TrainingEnded, repeat_owed_evaluation
 from grpo_recipes.trainers.callbacks import Compute, LossCallback
@@ -36,6 +36,7 @@ from grpo_recipes.trainers.checks import Checks, Scoring
 from grpo_recipes.trainers.controllers import make_kl_controller, update_beta
 from grpo_recipes.trainers.dynamic_sampling import DynamicSampling
 from grpo_recipes.trainers.evaluation import CountedStream, Evaluation
+from grpo_recipes.trainers.geometric_mean import compute_geometric_mean_loss
 from grpo_recipes.trainers.metrics import MetricsRows, to_json_number
 from grpo_recipes.trainers.micro_batches import MicroBatches
 from grpo_recipes.trainers.model import configured_reference, loaded_by_every_rank, merge_parameters, reject_shards
@@ -96,6 +97,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._samples_file = run_dir / "samples.jsonl"
         with building_vllm_client(args, run_dir, stop), loaded_by_every_rank(args), configured_reference(args):
             super().__init__(args=args, **kwargs)
+        if args.advantage_estimator == "reinforce_plus_plus":
+            self.scale_rewards = "batch"  # for the metric frac_reward_zero_std: groups of equal rewards teach
         self.rows = MetricsRows(self, run_dir, args.process_index)
         self.best = BestModel(self, run_dir)
         self.dynamic_sampling = DynamicSampling(self) if args.dynamic_sampling else None
@@ -132,22 +135,22 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._metrics[mode][name].append(value)
 
     @contextmanager
-    def at_temperatures(self, temperature_B: torch.Tensor | None) -> Iterator[None]:
-        """Compute log-probs in the block with a temperature per row, (B,). ``None`` means the recipe's temperature."""
-        outer_B, self.temperature_B = self.temperature_B, temperature_B
+    def with_settings(self, **settings: Any) -> Iterator[None]:
+        """Compute with these values of the trainer's attributes in the block."""
+        outer_settings = {name: getattr(self, name) for name in settings}
+        vars(self).update(settings)
         try:
             yield
         finally:
-            self.temperature_B = outer_B
+            vars(self).update(outer_settings)
 
-    @contextmanager
-    def generating_with(self, config: GenerationConfig) -> Iterator[None]:
+    def at_temperatures(self, temperature_B: torch.Tensor | None) -> AbstractContextManager[None]:
+        """Compute log-probs in the block with a temperature per row, (B,). ``None`` means the recipe's temperature."""
+        return self.with_settings(temperature_B=temperature_B)
+
+    def generating_with(self, config: GenerationConfig) -> AbstractContextManager[None]:
         """Let transformers sample with this generation config in the block."""
-        outer_config, self.generation_config = self.generation_config, config
-        try:
-            yield
-        finally:
-            self.generation_config = outer_config
+        return self.with_settings(generation_config=config)
 
     def sampling_with(
         self, *, temperature: float | None = None, top_p: float | None = None, max_completion_length: int | None = None
@@ -277,7 +280,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         return rewards_BR
 
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
-        """Return advantages, (P, G), of all ranks. None keeps those in ``output``: TRL's, or the source's set here."""
+        """Return advantages, (P, G), of all ranks. None keeps those in ``output``: TRL's, or those set here."""
+        if self.args.advantage_estimator != "group":
+            replace_advantages(self, output, estimate_advantages(self))
         if self.source is not None and (advantages := self.source.token_advantages(self, output)) is not None:
             output["advantages"], rows_B = advantages
             replace_logged_advantages(self, rows_B)
@@ -299,6 +304,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Compute TRL's loss of a micro-batch, each row at its own temperature. A LossCallback may replace it."""
         with self.at_temperatures(inputs.get("temperature")):
             compute = super()._compute_loss
+            if self.args.loss_type == "gmpo":
+                compute = partial(compute_geometric_mean_loss, self, self._shared_logps, compute)
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, LossCallback) and model.training:
                     compute = partial(callback.loss, self, compute)
@@ -332,15 +339,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             "beta": 0.0, "_entropy_bonus_enabled": False, "aux_loss_enabled": False,
             "_metrics": {"train": defaultdict(list), "eval": defaultdict(list)},
         }  # fmt: skip
-        settings = {name: getattr(self, name) for name in only_policy_gradient}
         with self._shared_logps.shared():
             loss = compute(model, rows)
-            try:
-                vars(self).update(only_policy_gradient)
-                with torch.no_grad():
-                    return loss, compute(model, rows)
-            finally:
-                vars(self).update(settings)
+            with torch.no_grad(), self.with_settings(**only_policy_gradient):
+                return loss, compute(model, rows)
 
     def move_controllers(self) -> None:
         """Adjust ``beta`` so that the KL divergence approaches ``kl_target``. Without a target, do nothing.

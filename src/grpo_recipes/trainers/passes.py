@@ -147,6 +147,16 @@ class SharedComputation:
     def __init__(self) -> None:
         self._is_shared = False
         self._computed: Computed | None = None
+        self._read: Callable[[torch.Tensor], None] | None = None
+
+    @contextmanager
+    def reading(self, read: Callable[[torch.Tensor], None]) -> Iterator[None]:
+        """In the block, call ``read`` with the log-probs of completions, (B, T), before TRL gets them."""
+        self._read = read
+        try:
+            yield
+        finally:
+            self._read = None
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -159,9 +169,9 @@ class SharedComputation:
 
     def reuse(self, compute: Callable[[], Computed]) -> Computed:
         """Return the shared log-probs if there are any; else compute them."""
-        if self._computed is not None:
-            return self._computed
-        computed = compute()
+        computed = self._computed or compute()
         if self._is_shared:
             self._computed = computed
+        if self._read is not None:
+            self._read(computed[0])
         return computed

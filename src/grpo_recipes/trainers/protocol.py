@@ -142,6 +142,9 @@ class InnerTrainer(SamplingTrainer, Protocol):
     def at_temperatures(self, temperature_B: torch.Tensor | None) -> AbstractContextManager[None]:
         """Compute log-probs in the block with a temperature per row, (B,). ``None`` means the recipe's temperature."""
 
+    def with_settings(self, **settings: Any) -> AbstractContextManager[None]:
+        """Compute with these values of the trainer's attributes in the block."""
+
     def loss_and_policy_gradient_term(
         self, compute: Callable[[Any, dict[str, Any]], torch.Tensor], model: Any, rows: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -110,6 +110,10 @@ RULES = (
     Rule("environment_credit", lambda r: EnvironmentKeys(r).credit == "per_turn" and task_of(r) == MAXENT,
         "environment_credit: per_turn and MaxEnt-GRPO, which weighs whole completions, can't be combined",
         "set environment_credit: all_turns or last_turn"),
+    Rule("advantage_estimator", lambda r: EnvironmentKeys(r).credit == "per_turn"
+        and r.loss.advantage_estimator != "group",
+        "advantage_estimator: {advantage_estimator} and environment_credit: per_turn, which has its own advantages, "
+        "can't be combined", "{removal}, or set environment_credit: all_turns"),
     Rule("environment_credit", lambda r: EnvironmentKeys(r).credit == "per_turn" and len(r.rewards.funcs) > 1,
         "environment_credit: per_turn uses only the environment's rewards",
         f"set reward_funcs: [{SOURCE_REWARD}], or environment_credit: all_turns"),

@@ -17,7 +17,7 @@ ONLY_GRPO = (
     "vespo_* use_adaptive_entropy use_bias_correction_kl use_vllm vllm_* weight_sync* weight_guard* server_* "
     "seed_server max_concurrent_requests cache_implementation cast_lm_head_to_fp32 disable_dropout *_full_eval "
     "ds3_gather_for_generation log_completions log_unique_prompts num_completions_to_print report_samples "
-    "show_completion_steps shuffle_dataset dataset_test_split *transformers_continuous_batching*"
+    "show_completion_steps advantage_estimator shuffle_dataset dataset_test_split *transformers_continuous_batching*"
 )
 _CONFIGS = ("ScriptArguments", "GRPOConfig", "ModelConfig", SFTArguments.__name__)
 

@@ -29,7 +29,11 @@ SYNC_METHOD_ALIASES = {"none": "restart", "shared_vllm": "shared", "lora_only": 
 ADAPTER_MODES = ("lora_only", "lora_restart")  # names that imply use_peft
 # Key -> values of other tools -> our value with the same meaning.
 SAME_VALUES: dict[str, Mapping[Any, str]] = {
-    "scale_rewards": {True: "group", False: "none"}, "weight_sync": SYNC_METHOD_ALIASES
+    "scale_rewards": {True: "group", False: "none"}, "weight_sync": SYNC_METHOD_ALIASES,
+    "advantage_estimator": {
+        "grpo": "group", "group_norm": "group", "reinforce": "reinforce_plus_plus",
+        "reinforce_baseline": "reinforce_plus_plus_baseline",
+    },
 }  # fmt: skip
 # Rejected name -> patterns of values that change nothing. They are accepted with a note.
 HARMLESS = expand_names(
