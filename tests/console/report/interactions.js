@@ -106,7 +106,13 @@ const actions = {
       results[name] = shown();
       values.forEach(([input]) => set(input, ""));
     }
-    return { ...results, restored: shown() };
+    const restored = shown();
+    set(low, "0.4");
+    set(search, "15");
+    const clear = [...all(".search button")].find((node) => node.textContent === "Clear filters");
+    const offered = !clear.hidden;
+    clear.click();
+    return { ...results, restored, cleared: [...shown(), search.value, offered, clear.hidden] };
   },
 
   copy: async ({ view, page, all }) => {

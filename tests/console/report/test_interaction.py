@@ -112,6 +112,7 @@ def test_a_click_shows_the_completions_of_the_step(results: dict[str, Any]) -> N
 
 def test_completions_are_filtered(results: dict[str, Any]) -> None:
     filtered, every = results["filters"], [3, 1, ""]  # without a filter, the slider's step
+    assert filtered.pop("cleared") == [*every, "", True, True]
     assert filtered.pop("kinds") == ["all", "unscored", "truncated", "advantage above 0", "advantage below 0"]
     assert filtered == {
         "all": every, "restored": every,

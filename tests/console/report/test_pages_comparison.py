@@ -93,7 +93,7 @@ def test_few_seeds_are_drawn_one_by_one(tmp_path: Path) -> None:
     curve = group_curve(group, "reward")
     assert curve.band is None
     assert list(curve.faint) == [run.metrics.column("reward") for run in runs]
-    text = render_comparison_page(runs)
+    text = render_comparison_page(runs, tmp_path)
     assert text.count('<path class="faint"') >= 4 and "faint: single seeds" in text and "95 % interval" not in text
     assert f"seeds {min(group.finals):.3g} to {max(group.finals):.3g}" in text
 
@@ -132,7 +132,7 @@ def test_the_page_says_who_ends_highest_and_what_differs(tmp_path: Path) -> None
         {"steps": 30, "lift": 0.7, "recipe": {"beta": (0.0, "x.yaml:1"), "max_grad_norm": (0.5, "x.yaml:2")}},
         {"steps": 30, "lift": 0.0, "recipe": {"beta": (0.1, "x.yaml:1")}, "summary": {"benchmarks": {}}},
     )
-    page = Page(render_comparison_page(runs))
+    page = Page(render_comparison_page(runs, tmp_path))
     assert page.problems == []
     pattern = (
         r"highest are not distinguishable with 1 and 2 seeds: run0 ends at reward 0\.8\d*, base \(2 seeds\) at 0\.6"
@@ -153,7 +153,7 @@ def test_the_page_says_who_ends_highest_and_what_differs(tmp_path: Path) -> None
 def test_weights_of_maxent_runs_are_drawn_beside_each_other(tmp_path: Path) -> None:
     runs = seeds(tmp_path, "list", 2, steps=20, objective="listwise")
     runs += runs_of(tmp_path, {"steps": 20, "objective": "tempered"}, {"steps": 20})
-    text = render_comparison_page(runs)
+    text = render_comparison_page(runs, tmp_path)
     figures = re.findall(r"<figure.*?</figure>", text, re.DOTALL)
     (ratio,) = [figure for figure in figures if "MaxEnt weight, right over wrong" in figure]
     lines = re.findall(r'data-label="([^"]*)"', ratio)
@@ -166,7 +166,7 @@ def test_weights_of_maxent_runs_are_drawn_beside_each_other(tmp_path: Path) -> N
 
 
 def test_runs_of_different_lengths_are_not_ranked(tmp_path: Path) -> None:
-    text = Page(render_comparison_page(runs_of(tmp_path, {"steps": 30}, {"steps": 20, "lift": 0.0}))).text
+    text = Page(render_comparison_page(runs_of(tmp_path, {"steps": 30}, {"steps": 20, "lift": 0.0}), tmp_path)).text
     assert "different numbers of steps, so final rewards are not ranked. run0: 30; run1: 20." in text
     assert "run0 against run1" in text and "distinguishable" not in text and "ends highest" not in text
     assert "finished steps3020" in text
@@ -177,13 +177,13 @@ def test_a_metric_with_one_value_in_all_runs_is_a_line_of_text(tmp_path: Path) -
     for run in runs:
         run.metrics.columns["kl"] = [0.5] * 20
         run.metrics.columns["entropy"] = [float(run is runs[0])] * 20
-    page = render_comparison_page(runs)
+    page = render_comparison_page(runs, tmp_path)
     assert ">KL divergence<" not in page and "The same in all runs: kl 0.5" in Page(page).text
     assert ">Entropy<" in page  # constant, but not the same
 
 
 def test_equal_recipes_are_called_the_same(tmp_path: Path) -> None:
-    text = Page(render_comparison_page(runs_of(tmp_path, {"steps": 5}, {"steps": 5}))).text
+    text = Page(render_comparison_page(runs_of(tmp_path, {"steps": 5}, {"steps": 5}), tmp_path)).text
     assert "Recipes, trainer, code and devices are the same." in text
 
 
@@ -191,7 +191,7 @@ def test_other_code_and_other_batches_are_told(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, {"steps": 5}, {"steps": 5})
     runs[1].identity["code"]["commit"] = "fedcba9876543210"
     runs[1].plan["batch"]["completions"] = 256
-    text = Page(render_comparison_page(runs)).text
+    text = Page(render_comparison_page(runs, tmp_path)).text
     assert "commit0123456789fedcba9876" in text
     assert "The runs have different numbers of completions per step: compare by time. run0: 512; run1: 256." in text
 
@@ -200,13 +200,13 @@ def test_unlike_rewards_are_told_and_not_ranked(tmp_path: Path) -> None:
     folder = make_run(tmp_path, "other-20261120-101501", steps=5)
     rows = (folder / "metrics.jsonl").read_text().replace("rewards/format_tags/", "rewards/cosine_length/")
     (folder / "metrics.jsonl").write_text(rows)
-    text = Page(render_comparison_page([read_run(make_run(tmp_path, steps=5)), read_run(folder)])).text
+    text = Page(render_comparison_page([read_run(make_run(tmp_path, steps=5)), read_run(folder)], tmp_path)).text
     assert "The runs have different rewards, so their totals can't be compared." in text
     assert "math: pure_accuracy_math, format_tags; other: pure_accuracy_math, cosine_length" in text
     assert "ends highest" not in text
 
     weighted = {"steps": 5, "recipe": {"reward_weights": ([1.0, 0.5], "x.yaml:1")}}
-    text = Page(render_comparison_page(runs_of(tmp_path, {"steps": 5}, weighted))).text
+    text = Page(render_comparison_page(runs_of(tmp_path, {"steps": 5}, weighted), tmp_path)).text
     assert "weighted [1.0, 0.5]" in text and "ends highest" not in text
 
 
@@ -214,7 +214,7 @@ def test_more_runs_than_colours_are_told_apart(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, *[{"steps": 5, "recipe": {"beta": (0.01 * n, "x.yaml:1")}} for n in range(9)])
     groups = group_runs(runs)
     assert len({(group.colour, group.kind) for group in groups}) == 9
-    assert re.search(r'class="curve c2" [^>]*data-kind="line dashed"', render_comparison_page(runs))
+    assert re.search(r'class="curve c2" [^>]*data-kind="line dashed"', render_comparison_page(runs, tmp_path))
 
 
 def test_a_run_named_twice_counts_once(tmp_path: Path) -> None:
@@ -223,10 +223,19 @@ def test_a_run_named_twice_counts_once(tmp_path: Path) -> None:
     assert "2 runs compared" in page.read_text()
 
 
+def test_names_link_to_the_reports_of_the_runs(tmp_path: Path) -> None:
+    folder, without_report = make_run(tmp_path, steps=5), make_run(tmp_path, "other-20261120-101501", steps=5)
+    (folder / "report.html").write_text("")
+    (tmp_path / "pages").mkdir()
+    page = write_comparison([folder, without_report], tmp_path / "pages" / "out.html").read_text()
+    assert set(re.findall(r'<a href="(\.\./[^"]*)"', page)) == {f"../{folder.name}/report.html"}
+    assert (tmp_path / "pages" / f"../{folder.name}/report.html").is_file()
+
+
 def test_a_run_without_rows_can_be_compared(tmp_path: Path) -> None:
     missing_files = ("metrics.jsonl", "eval.jsonl", "samples.jsonl")
     runs = runs_of(tmp_path, {"steps": 5}, {"steps": 1, "without": missing_files})
-    page = Page(render_comparison_page(runs))
+    page = Page(render_comparison_page(runs, tmp_path))
     assert page.problems == [] and "run1" in page.text
 
 
@@ -234,7 +243,7 @@ def test_time_is_minutes_in_steps(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, {"steps": 5}, {"steps": 3})
     rows = [json.loads(line) for line in (runs[0].folder / "metrics.jsonl").read_text().splitlines()]
     minutes = sum(row["seconds/step"] for row in rows) / 60
-    figures = re.findall(r"<figure.*?</figure>", render_comparison_page(runs), re.DOTALL)
+    figures = re.findall(r"<figure.*?</figure>", render_comparison_page(runs, tmp_path), re.DOTALL)
     (figure,) = [text for text in figures if "Reward by time" in text]
     (xs,) = re.findall(r'<figure[^>]*data-x="([^"]*)"', figure)
     assert float(xs.split()[-1]) == pytest.approx(minutes, rel=1e-3)
@@ -246,7 +255,7 @@ def test_a_score_without_an_interval_is_shown_without(tmp_path: Path, interval: 
     scores = {"gsm8k": {"pass@1": 0.5, **interval}}
     run = read_run(make_run(tmp_path, steps=2, summary={"benchmarks": scores}))
     assert render_run_page(run, tmp_path / "report.html").count("50 %") >= 1
-    assert render_comparison_page([run, run]).count("50 %") >= 1
+    assert render_comparison_page([run, run], tmp_path).count("50 %") >= 1
 
 
 def test_scores_of_modebench_stand_beside_those_of_what_knows_nothing(tmp_path: Path) -> None:
@@ -254,7 +263,10 @@ def test_scores_of_modebench_stand_beside_those_of_what_knows_nothing(tmp_path: 
     guesser = {"pass@8": 0.283, "pass@8_ci": [0.2, 0.35], "distinct@8": 0.304, "distinct@8_ci": [0.25, 0.36]}
     result = {"modebench:countdown": {**scores, "baselines": {"random": guesser, "untrained": scores | guesser}}}
     run = read_run(make_run(tmp_path, steps=2, summary={"benchmarks": result}))
-    single, both = Page(render_run_page(run, tmp_path / "report.html")), Page(render_comparison_page([run, run]))
+    single, both = (
+        Page(render_run_page(run, tmp_path / "report.html")),
+        Page(render_comparison_page([run, run], tmp_path)),
+    )
     for page in (single, both):
         assert page.problems == []
         table = page.text[page.text.rindex("Benchmarks") :]

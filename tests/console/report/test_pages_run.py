@@ -277,9 +277,18 @@ def test_a_run_without_a_step_has_a_page(tmp_path: Path) -> None:
     assert headings(page) == {"recipe", "plan", "versions", "files", "benchmarks"}
 
 
+def test_a_single_evaluation_has_no_change(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    first_row = (folder / "eval.jsonl").read_text().splitlines()[0]
+    (folder / "eval.jsonl").write_text(first_row + "\n")
+    tile = page_of(folder).text.split("Evaluation")[1].split("Steps")[0]
+    assert "1 evaluation" in tile and "→" not in tile
+
+
 def test_the_best_evaluation_is_named(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     assert "; best" not in page_of(folder).text.split("Evaluation")[1].split("Steps")[0]
+    assert "→" in page_of(folder).text.split("Evaluation")[1].split("Steps")[0]
     best = {"best_step": 1040, "best_eval_reward": 0.75, "evaluations_since_best": 2, "stopped_early": True}
     write_json(folder / "best.json", best)
     assert "evaluations; best 0.75 at step 1,040, stopped early" in page_of(folder).text

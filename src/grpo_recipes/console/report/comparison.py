@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import os
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from grpo_recipes.console.report import run_charts
 from grpo_recipes.console.report.chart import Chart, make_clock, make_curve
@@ -116,19 +118,31 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
     be written.
     """
     unique = list(dict.fromkeys(folder.resolve() for folder in folders))
-    write_atomically(path, render_comparison_page([read_run(folder) for folder in unique]))
+    write_atomically(path, render_comparison_page([read_run(folder) for folder in unique], path.absolute().parent))
     return path
 
 
-def render_comparison_page(runs: Sequence[RunRecord]) -> str:
-    """Return the page that compares runs as HTML; runs that differ only in their seed form a group."""
+def render_comparison_page(runs: Sequence[RunRecord], folder: Path) -> str:
+    """Return the page that compares runs as HTML, for a file in ``folder``.
+
+    Runs that differ only in their seed form a group.
+    """
     title = f"{len(runs)} runs"
-    values = compare_groups(group_runs(runs))
+    values = compare_groups(group_runs(runs), folder)
     return render("compare.html.j2", title=f"{title} compared", badges=[(title, "running")], name="", **values)
 
 
-def compare_groups(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return the variables of the template ``compare.html.j2``: headline, charts, benchmark scores, differences."""
+def link_reports(runs: Iterable[RunRecord], folder: Path) -> dict[Path, str]:
+    """Return the link from a page in ``folder`` to the report of each run that has one, by the run's folder."""
+    reports = {run.folder: run.folder / "report.html" for run in runs}
+    return {run: quote(os.path.relpath(report, folder)) for run, report in reports.items() if report.is_file()}
+
+
+def compare_groups(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
+    """Return the variables of the template ``compare.html.j2``: headline, charts, benchmark scores, differences.
+
+    The page's links to the runs' reports are relative to ``folder``.
+    """
     runs = [run for group in groups for run in group.runs]
     columns = [(name, key) for run in runs for name, scores in run.benchmarks.items()
                for key in score_names(scores) if finite_number(scores[key]) is not None]  # fmt: skip
@@ -157,7 +171,7 @@ def compare_groups(groups: Sequence[Group]) -> dict[str, Any]:
         "warnings": [(_WARNINGS[name], values) for name, values in facts.items() if name in _WARNINGS],
         "drawn": [chart for chart in charts if chart], "same": same,
         "names": dict(zip((run.folder for run in runs), shorten_names([run.folder.name for run in runs]), strict=True)),
-        "columns": list(dict.fromkeys(columns)),
+        "reports": link_reports(runs, folder), "columns": list(dict.fromkeys(columns)),
         "baselines": [(BASELINES[name], scores) for name, scores in baselines.items() if scores],
         "keys": find_differing_keys(groups), "facts": facts,
     }  # fmt: skip

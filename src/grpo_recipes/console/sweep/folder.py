@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
-from urllib.parse import quote
 
 from grpo_recipes.console.report.comparison import (
     compare_groups,
     find_differing_facts,
     is_ranked,
+    link_reports,
     make_comparison_headline,
     make_group,
 )
@@ -370,13 +370,10 @@ def write_sweep_page(sweep: Sweep, path: Path | None = None) -> tuple[Path, list
         done = sum(result.status == COMPLETED for result in results)
         badges = [(f"{done} of {len(results)} completed", "completed" if done == len(results) else "running")]
         badges += [SMOKE_BADGE] if any(result.run and result.run.summary.get("smoke") for result in results) else []
-        reports = {result.name: result.run.folder / "report.html" for result in results if result.run is not None}
-        links = {
-            name: quote(os.path.relpath(file, path.absolute().parent))
-            for name, file in reports.items()
-            if file.is_file()
-        }
-        values = {**compare_groups(groups), "axes": list(sweep.record["axes"]), "results": results, "links": links}
+        page_folder = path.absolute().parent
+        reports = link_reports((result.run for result in results if result.run is not None), page_folder)
+        values = compare_groups(groups, page_folder)
+        values |= {"axes": list(sweep.record["axes"]), "results": results, "reports": reports}
         trials = [(result.values, result.run.outcome.last if result.run and result.status == COMPLETED else None)
                   for result in results]  # fmt: skip
         values["heat_maps"] = make_heat_maps(values["axes"], trials)

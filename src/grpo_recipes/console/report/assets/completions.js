@@ -49,7 +49,13 @@ for (const box of document.querySelectorAll(".steps")) {
   const count = document.createElement("span");
   Object.assign(count, { className: "note" });
   count.setAttribute("role", "status");
-  line.append(search, ...(occurring.length ? [kind] : []), ...limits.reward, ...limits.step, count);
+  const inputs = [search, kind, ...limits.reward, ...limits.step];
+  const clear = button("Clear filters", "", () => {
+    for (const input of inputs) input.value = "";
+    choose();
+  });
+  clear.hidden = true;
+  line.append(search, ...(occurring.length ? [kind] : []), ...limits.reward, ...limits.step, clear, count);
   box.prepend(line);
 
   const text = (node) => node.textContent.toLowerCase();
@@ -60,7 +66,8 @@ for (const box of document.querySelectorAll(".steps")) {
   };
   const choose = () => {
     const query = search.value.trim().toLowerCase();
-    const isFiltered = [search, kind, ...limits.reward, ...limits.step].some((input) => input.value.trim() !== "");
+    const isFiltered = inputs.some((input) => input.value.trim() !== "");
+    clear.hidden = !isFiltered;
     let hits = 0;
     for (const group of box.querySelectorAll(".group")) {
       const isStep = isInside(group.closest(".step")?.dataset.step, limits.step);
