@@ -1,5 +1,7 @@
 """Run the steps of a training process of supervised fine-tuning, in order. The entry script ``src/sft.py`` calls it."""
 
+from typing import Any
+
 from trl import TrlParser
 
 from grpo_recipes.data import load_prompts
@@ -38,7 +40,7 @@ def train() -> None:
         continue_tracked_runs(args, run)
         args.model_init_kwargs = model_init_kwargs(model_args, args)
         exit_if_stopped(stop, run, args.device)
-        trainer = SFTTrainer(
+        trainer: Any = SFTTrainer(
             model=model_args.model_name_or_path,
             args=make_config(args),
             train_dataset=make_rows(prompts, args.chat_template_kwargs),
