@@ -156,7 +156,8 @@ def test_help_is_there_without_any_other_work(grpo, command):
     done = grpo(command, "--help", CONFIG="no-such.yaml")
     assert done.returncode == 0
     text = " ".join(done.stdout.split())
-    assert f"grpo {command} [RECIPE]" in text and "flag > environment variable > YAML > default" in text
+    recipes = "[RECIPE ...]" if command == "launch" else "[RECIPE]"
+    assert f"grpo {command} {recipes}" in text and "flag > environment variable > YAML > default" in text
 
 
 def test_everything_wrong_is_told_at_once(grpo, tmp_path):
