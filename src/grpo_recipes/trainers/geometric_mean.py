@@ -43,7 +43,8 @@ def compute_geometric_mean_loss(
     settings = trainer.with_settings(loss_type="grpo", importance_sampling_level="sequence", **unclipped)
     with settings, logps.reading(clip):
         loss = compute(model, rows)
-    _log_clipped_tokens(trainer, *clipped, mask_BT=rows["completion_mask"] * rows.get("tool_mask", 1))
+    at_low_BT, at_high_BT = clipped
+    _log_clipped_tokens(trainer, at_low_BT, at_high_BT, rows["completion_mask"] * rows.get("tool_mask", 1))
     return loss
 
 
