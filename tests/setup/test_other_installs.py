@@ -48,7 +48,7 @@ class Clone:
 
     def trains(self, python: str) -> None:
         """See that the scripts of the offline trainer plan and train in this environment, without PYTHONPATH."""
-        assert "flavour    cpu" in self.run(python, *OFFLINE, "--dry-run")
+        assert "device     cpu" in self.run(python, *OFFLINE, "--dry-run")
         assert "Train metrics:" in self.run(python, "smoke_test.py")
 
 

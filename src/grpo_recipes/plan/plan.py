@@ -404,7 +404,7 @@ def format_plan(
         *format_gpu_map(plan),
         f"recipe     {plan.recipe} ({plan.task}, {plan.entry})",
         *([f"objective  {plan.maxent}"] if plan.maxent else []),
-        f"flavour    {plan.device}" + (" (smoke test, not an experiment)" if plan.smoke else ""),
+        f"device     {plan.device}" + (" (smoke test, not an experiment)" if plan.smoke else ""),
         f"model      {plan.model} ({plan.dtype})",
         f"{kind:<10} {text}",
         f"batch      {plan.batch}",
