@@ -132,8 +132,8 @@ def command(
 
     The function gets the parsed options and returns the exit code. ``exclusive`` options can't be combined with each
     other. With ``takes_recipe``, the command also accepts a recipe and flags for its keys, which it finds in
-    ``options.flags``. With ``takes_several``, more recipes may follow the
-    first, in ``options.then``. A ``ConfigError`` in the function ends in exit code 2.
+    ``options.flags``. With ``takes_several``, more recipes may follow the first, in ``options.then``. A ``ConfigError``
+    in the function ends in exit code 2.
     """
     return lambda run: Command(help, run, options, exclusive, takes_recipe, takes_several, usage, epilog)
 

@@ -8,6 +8,7 @@ Load data, model and rewards, resume from the newest checkpoint, train, save the
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, TrainerCallback
@@ -36,6 +37,19 @@ from grpo_recipes.trainers.model import load_lora_config, load_tokenizer, model_
 from grpo_recipes.trainers.trackers import continue_tracked_runs
 
 
+def start_rank(run: Path, stop: StopRequest, configs: tuple[type, ...]) -> tuple[Any, ...]:
+    """Listen for stop requests, parse the command line and wait for all ranks; return an object for each config.
+
+    Raise RuntimeError if the processes or the device differ from the plan of ``run``.
+    """
+    stop.listen()
+    script_args, args, *others = TrlParser(configs, allow_abbrev=False).parse_args_and_config()
+    rank.check_world(run, args.world_size, args.device.type)
+    rank.wait_for_all_ranks(run, args.device)
+    rank.allow_fsdp_on_cpu()
+    return script_args, args, *others
+
+
 def train(trainer_class: type[GRPOTrainer]) -> None:
     """Run a training process with the recipe on the command line, and write the model to ``<run>/model``.
 
@@ -44,11 +58,7 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
     run = run_folder()
     stop = StopRequest(run)
     with rank.recording_rank(run):
-        stop.listen()
-        script_args, args, model_args = TrlParser(CONFIGS, allow_abbrev=False).parse_args_and_config()
-        rank.check_world(run, args.world_size, args.device.type)
-        rank.wait_for_all_ranks(run, args.device)
-        rank.allow_fsdp_on_cpu()
+        script_args, args, model_args = start_rank(run, stop, CONFIGS)
         # The next steps need memory and fail for a broken model, which the server reports better. So wait for it now.
         rank.wait_for_first_server(run, args.vllm_server_timeout, stop)
         exit_if_stopped(stop, run, args.device)

@@ -1,8 +1,8 @@
-"""Compute the loss of GMPO with TRL's loss for whole completions (GSPO's), which has the geometric mean of ratios.
+"""Compute the loss of GMPO with TRL's loss for whole completions (GSPO), the geometric mean of the tokens' ratios.
 
 GMPO (https://arxiv.org/abs/2507.20673) clips the log-ratio of each token before the mean. TRL subtracts the old
-log-probs from the new ones. For a clipped token, this module therefore passes old log-probs that follow the new ones
-at the limit, so that TRL's log-ratio is the limit and has no gradient. All other terms of TRL's loss stay.
+log-probs from the new log-probs. For a clipped token, this module passes the new log-prob minus the limit as the old
+log-prob. TRL's log-ratio is then the limit and has no gradient. All other terms of TRL's loss stay.
 
     loss = compute_geometric_mean_loss(trainer, logps, compute, model, rows)
 """

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from trl import TrlParser
-
 from grpo_recipes.data import load_prompts
 from grpo_recipes.data.prompts import shorten
 from grpo_recipes.extensions.sft.trainer import SFTTrainer, make_config, make_rows
@@ -13,7 +11,7 @@ from grpo_recipes.recipe.configs import CONFIGS_OF_ROWS
 from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.trainers import rank
-from grpo_recipes.trainers.entry import exit_if_stopped, load_callbacks
+from grpo_recipes.trainers.entry import exit_if_stopped, load_callbacks, start_rank
 from grpo_recipes.trainers.metrics import append_json
 from grpo_recipes.trainers.model import load_lora_config, load_tokenizer, model_init_kwargs, save_model
 from grpo_recipes.trainers.trackers import continue_tracked_runs
@@ -27,11 +25,7 @@ def train() -> None:
     run = run_folder()
     stop = StopRequest(run)
     with rank.recording_rank(run):
-        stop.listen()
-        script_args, args, model_args = TrlParser(CONFIGS_OF_ROWS, allow_abbrev=False).parse_args_and_config()
-        rank.check_world(run, args.world_size, args.device.type)
-        rank.wait_for_all_ranks(run, args.device)
-        rank.allow_fsdp_on_cpu()
+        script_args, args, model_args = start_rank(run, stop, CONFIGS_OF_ROWS)
         exit_if_stopped(stop, run, args.device)
         tokenizer = load_tokenizer(model_args, args)
         rows_of_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
