@@ -37,7 +37,7 @@ from grpo_recipes.trainers.model import load_lora_config, load_tokenizer, model_
 from grpo_recipes.trainers.trackers import continue_tracked_runs
 
 
-def start_rank(run: Path, stop: StopRequest, configs: tuple[type, ...]) -> tuple[Any, ...]:
+def start_rank(run: Path, stop: StopRequest, configs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Listen for stop requests, parse the command line and wait for all ranks; return an object for each config.
 
     Raise RuntimeError if the processes or the device differ from the plan of ``run``.
