@@ -78,8 +78,8 @@ CASES = {
     "not finite": ({"loss": "nan"}, {}, "is not a number at step 1 (1 of 1 steps)", True),
     "kl": ({"kl": 1.5}, {"beta": 0.04}, "is 1.50 nats per token", True),
     "entropy": ({}, {}, "entropy fell from 1.2 to 0.01", True),
-    "all cut off": ({"completions__clipped_ratio": 1}, {}, "every completion was cut off", True),
-    "cut off": ({"completions__clipped_ratio": 0.4}, {}, "40 % of completions reach max_completion_length", False),
+    "all cut off": ({"completions__clipped_ratio": 1}, {}, "every completion was clipped", True),
+    "cut off": ({"completions__clipped_ratio": 0.4}, {}, "40 % of completions are clipped", False),
     "unscored": ({"rewards__no_verdict": 0.17}, {}, "17 % of completions have no score", False),
     "steep": ({"grad_norm": 500.0}, {}, "the gradient norm is 500", False),
     "wrong weights": (

@@ -52,6 +52,32 @@ const actions = {
     return { ...result, linear: labels(kl, "up").join() === linear.join() };
   },
 
+  smoothing: async ({ page, all, figure, drag, point, set, labels }) => {
+    const [reward, kl, loss] = ["Reward", "KL divergence", "Loss"].map(figure), slider = all(".toolbar input")[0];
+    const note = () => all(".smoothing span").filter((part) => !part.hidden).map((part) => part.textContent).join("");
+    const band = () => reward.querySelector(".band").getAttribute("d");
+    const last = (node) => node.querySelector(".newest").textContent;
+    const result = { notes: [note()], last: [last(kl)] };
+    const [first, window] = [band(), slider.value];
+    set(slider, 0);
+    point(reward, 1);
+    Object.assign(result, { isMoved: band() !== first, tip: reward.querySelector(".tip").textContent.split("\n")[1] });
+    point(reward, 1, "pointerleave");
+    result.notes.push(note());
+    result.last.push(last(kl));
+    drag(loss, 0.5, 0.75);
+    all(".toolbar button").find((button) => button.textContent === "Reset zoom").click();
+    result.across = labels(loss, "across");
+    const dropped = loss.querySelector(".dropped");
+    result.dropped = [dropped.hidden];
+    loss.querySelector(".log").click();
+    result.dropped.push(dropped.textContent);
+    loss.querySelector(".log").click();
+    set(slider, window);
+    result.notes.push(note());
+    return { ...result, dropped: [...result.dropped, dropped.hidden], restored: band() === first };
+  },
+
   legend: async ({ view, all, seen, figure }) => {
     const [phases, reward, length] = ["Seconds per step", "Reward", "Completion length"].map(figure);
     const buttons = (node) => Object.fromEntries(all(".legend button", node).map((toggle) => [toggle.textContent, toggle]));
@@ -99,7 +125,7 @@ const actions = {
     };
     const results = { kinds, all: shown() };
     for (const [name, values] of Object.entries({
-      unscored: [[kind, "unscored"]], truncated: [[kind, "truncated"]], positive: [[kind, "positive"]],
+      unscored: [[kind, "unscored"]], clipped: [[kind, "clipped"]], positive: [[kind, "positive"]],
       reward: [[low, "0.4"], [high, "1.6"]], step: [[from, "1"], [to, "20"]], both: [[search, "15"], [from, "40"]],
     })) {
       values.forEach(([input, value]) => set(input, value));
@@ -149,6 +175,10 @@ const actions = {
     point(figure("Reward"), 1);
     result.tip = seen(".tip").map((tip) => tip.textContent);
     const table = page.querySelector("#runs table"), cells = () => [...table.tBodies[0].rows].map((row) => row.cells[1].textContent);
+    const slider = page.querySelector(".toolbar input"), note = () => page.querySelector(".smoothing span").textContent;
+    result.smoothing = [note(), page.querySelector(".toolbar output").textContent];
+    set(slider, 0);
+    result.smoothing.push(note());
     table.querySelectorAll("th button")[1].click();
     return { ...result, sorted: cells(), sections: all("h2").map((title) => title.textContent) };
   },

@@ -78,12 +78,16 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     run = make_run(root, steps=80, samples=[long_word, *two_samples()], summary=summary, objective="listwise")
     recipe = {"beta": (0.0, "config_math.yaml:20")}
     base_runs = [make_run(root, f"base-20261120-10150{seed}", steps=40, seed=seed, recipe=recipe) for seed in (1, 2)]
+    failed = game_samples(20, failed="z" * 300)
+    failed[0]["episode"]["environment"] = f"/{'long_folder/' * 20}{'name' * 40}.py:Game"
     sweep = make_sweep(root / "sweep", statuses={"learning_rate=1e-6,seed=2": "failed"})
     return {
         "run": write_report(run),
         "comparison": write_comparison([run, *base_runs], root / "comparison.html"),
         "sweep": write_sweep_page(sweep)[0],
-        "episodes": write_report(make_run(root, "game-20261120-101503", steps=30, samples=game_samples(20))),
+        "episodes": write_report(
+            make_run(root, "game-20261120-101503", steps=30, samples=[*game_samples(20), *failed])
+        ),
     }
 
 
@@ -110,6 +114,7 @@ def test_no_page_is_wider_than_the_screen(browser_views: BrowserViews) -> None:
     for (name, width), view in browser_views.views.items():
         assert view["width"] == width
         assert view["scroll"] <= width, f"{name}: {view['scroll']} px wide"
+        assert view["opened"] <= width, f"{name}: {view['opened']} px wide with open folds"
 
 
 def test_every_text_stands_out_from_its_ground(browser_views: BrowserViews) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from pathlib import Path
 
 import pytest
 
@@ -22,9 +23,11 @@ from grpo_recipes.console.report.chart import (
     split_rows,
 )
 from grpo_recipes.console.report.page import format_number, render_fragment, use_minus_signs
-from grpo_recipes.console.report.read import Scored, Table
-from grpo_recipes.console.report.run_charts import make_phase_chart
+from grpo_recipes.console.report.read import Column, Scored, Table, read_run
+from grpo_recipes.console.report.run_charts import make_phase_chart, make_reward_chart
 from grpo_recipes.runs.health import percent
+
+from .synthetic_runs import make_run
 
 FRAME = Chart("from 0 to 10 and from 0 to 1", [Curve("", [0, 10], [0.0, 1.0])])
 AXES = (make_step_axis([1, 2, 3]), make_axis(0.0, 0.75))
@@ -96,6 +99,25 @@ def test_areas_stand_on_one_another() -> None:
     first, second = re.findall(r'class="layer" d="([^"]*)"', figure)
     assert first == "M0 750l2000 0 0 250-2000 0z"
     assert second == "M0 500l2000-500 0 750-2000 0z"
+
+
+def test_evaluations_and_saves_are_drawn_at_the_step_that_they_follow() -> None:
+    evaluate = [0.0, 0.0, 9.0, 0.0]  # after step 2, so the row of step 3 has it
+    columns: dict[str, Column] = {"seconds/sample": [1.0] * 4, "seconds/evaluate": [*evaluate]}
+    chart = make_phase_chart(Table(steps=[1, 2, 3, 4], columns=columns))
+    assert chart is not None
+    assert [curve.line for curve in chart.curves] == [[1.0] * 4, [0.0, 9.0, 0.0, 0.0]]
+
+
+def test_the_band_of_the_reward_is_kept_without_smoothing(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path, steps=30))
+    chart = make_reward_chart(run)
+    assert chart is not None
+    curve, reward, half = chart.curves[0], run.metrics.known("reward"), run.metrics.known("reward_std")
+    assert curve.band is not None and curve.raw_band is not None
+    assert curve.band[0][4] == pytest.approx(sum(reward[3:6]) / 3 - sum(half[3:6]) / 3)
+    assert curve.raw_band[0][4] == pytest.approx(reward[4] - half[4])
+    assert curve.ranges.split()[4].split(":")[0] == f"{reward[4] - half[4]:.4g}"
 
 
 def test_a_heat_map_has_a_cell_for_each_share_above_zero() -> None:

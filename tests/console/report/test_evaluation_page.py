@@ -82,7 +82,7 @@ def test_scores_settings_and_samples_are_on_the_page() -> None:
         "timed out",
     ):
         assert text in page
-    assert page.count("cut at the token limit") == 6
+    assert page.count("clipped at the token limit") == 6
     assert [page.count(f'data-verdict="{name}"') for name in ("right", "wrong", "unscored")] == [3, 6, 3]
     assert "[system]" in page and "prompt 2?" in page and "Reference answer" in page
 

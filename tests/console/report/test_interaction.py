@@ -18,7 +18,7 @@ from .synthetic_runs import make_run, two_samples
 from .test_browser import CHROMIUM, run_chromium
 
 HERE = Path(__file__).parent
-RUN_ACTIONS = ("crosshair", "zoom", "redraw", "legend", "keyboard", "pin", "filters", "copy", "sort")
+RUN_ACTIONS = ("crosshair", "zoom", "redraw", "smoothing", "legend", "keyboard", "pin", "filters", "copy", "sort")
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 
@@ -61,9 +61,9 @@ def test_the_crosshair_is_in_every_chart_and_reads_its_value(run: Path, results:
     assert tip.splitlines()[0] == "step 31"
     value, raw = map(float, re.findall(r"KL divergence: (\S+), unsmoothed (\S+)", tip)[0])
     assert value == pytest.approx(sum(around) / 5, rel=1e-3) and raw == pytest.approx(row["kl"], rel=1e-3)
-    assert float(reading["kl"]) == value
+    assert reading["kl"] == f"{value:g} smoothed"
     assert float(reading["rate"]) == pytest.approx(row["learning_rate"], rel=1e-2)
-    assert [re.sub(r"[\d.]+$", "", entry) for entry in reading["legend"]] == ["training", "evaluation"]
+    assert [re.sub(r"[\d.]+", "", entry) for entry in reading["legend"]] == ["training smoothed", "evaluation"]
     assert reading["cursor"] == "M1000 0v1000"
     assert reading["after"] == [0, "0"]
 
@@ -85,6 +85,21 @@ def test_smoothing_axis_and_logarithm_draw_the_charts_again(run: Path, results: 
     pressed, ticks = drawn["log"]
     assert pressed == "true" and len(ticks) >= 3
     assert all(1.9 < float(high) / float(low) < 2.6 for low, high in itertools.pairwise(ticks))
+
+
+def test_notes_bands_and_ticks_follow_the_smoothing(run: Path, results: dict[str, Any]) -> None:
+    smoothing, rows = results["smoothing"], rows_of(run)
+    first = "Lines are means over 5 steps. Faint: single steps."
+    assert smoothing["notes"] == [first, "Lines are not smoothed.", first]
+    assert smoothing["isMoved"] is smoothing["restored"] is True
+    value, low, high = map(float, re.findall(r"training: (\S+) \((\S+) to (\S+)\)", smoothing["tip"])[0])
+    assert value == pytest.approx(rows[-1]["reward"], rel=1e-3)
+    assert high - value == pytest.approx(rows[-1]["reward_std"], rel=1e-2) == value - low
+    smooth, raw = smoothing["last"]
+    assert smooth.endswith(" smoothed") and float(raw) == pytest.approx(rows[-1]["kl"], rel=1e-3)
+    assert smoothing["across"] == ["1", "20", "40", "60"]
+    count = sum(row["loss"] <= 0 for row in rows)
+    assert smoothing["dropped"] == [True, f"{count} values of 0 or less not drawn on the log axis", True]
 
 
 def test_a_legend_hides_a_curve_in_every_chart(results: dict[str, Any]) -> None:
@@ -113,10 +128,10 @@ def test_a_click_shows_the_completions_of_the_step(results: dict[str, Any]) -> N
 def test_completions_are_filtered(results: dict[str, Any]) -> None:
     filtered, every = results["filters"], [3, 1, ""]  # without a filter, the slider's step
     assert filtered.pop("cleared") == [*every, "", True, True]
-    assert filtered.pop("kinds") == ["all", "unscored", "truncated", "advantage above 0", "advantage below 0"]
+    assert filtered.pop("kinds") == ["all", "unscored", "clipped", "advantage above 0", "advantage below 0"]
     assert filtered == {
         "all": every, "restored": every,
-        "unscored": [24, 24, "24 completions"], "truncated": [24, 24, "24 completions"],
+        "unscored": [24, 24, "24 completions"], "clipped": [24, 24, "24 completions"],
         "positive": [24, 24, "24 completions"], "reward": [24, 24, "24 completions"],
         "step": [24, 8, "24 completions"], "both": [9, 9, "9 completions"],
     }  # fmt: skip
@@ -141,9 +156,9 @@ def test_a_table_is_sorted_by_any_column(run: Path, results: dict[str, Any]) -> 
 
 def test_a_comparison_hides_a_group_in_all_charts_and_shows_minutes(tmp_path: Path) -> None:
     runs = [
-        make_run(tmp_path, f"sum-{name}-20261120-10150{seed}", steps=30, seed=seed, lift=lift, recipe=recipe)
-        for name, lift, recipe in (
-            ("low", 0.2, {"beta": (0.1, "x.yaml:1")}), ("high", 0.7, {"beta": (0.0, "x.yaml:1")}),
+        make_run(tmp_path, f"sum-{name}-20261120-10150{seed}", steps=steps, seed=seed, lift=lift, recipe=recipe)
+        for name, steps, lift, recipe in (
+            ("low", 30, 0.2, {"beta": (0.1, "x.yaml:1")}), ("high", 80, 0.7, {"beta": (0.0, "x.yaml:1")}),
         )
         for seed in (1, 2)
     ]  # fmt: skip
@@ -155,4 +170,5 @@ def test_a_comparison_hides_a_group_in_all_charts_and_shows_minutes(tmp_path: Pa
     minutes = [sum(row["seconds/step"] for row in rows_of(run)) / 60 for run in runs[:2]]
     assert float(tip.splitlines()[0].removeprefix("min ")) == pytest.approx(sum(minutes) / 2, rel=1e-3)
     assert [name[:3] for name in result["sorted"]] == ["low"] * 3 + ["hig"] * 3
+    assert result["smoothing"] == ["Lines are means over 5 steps.", "5 steps", "Lines are not smoothed."]
     assert result["sections"][:3] == ["Differences", "Runs", "Curves"]

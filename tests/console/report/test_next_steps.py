@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def cards_of(folder: Path, *names: str) -> list[Card]:
 
 
 def test_every_rule_has_a_card_with_a_chart_of_the_page() -> None:
-    assert next_steps._ADVICE.keys() == set(RULES) - {"not finite"}  # the page lists these by metric
+    ours = {next_steps._COLLAPSE}  # found on the whole run
+    assert next_steps._ADVICE.keys() - ours == set(RULES) - {"not finite"}  # the page lists these by metric
 
 
 def test_a_card_says_what_was_seen_and_links_to_its_chart(tmp_path: Path) -> None:
@@ -78,6 +80,24 @@ def test_a_completed_run_without_a_sign_has_its_usual_next_steps(tmp_path: Path)
     (solved / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert cards_of(solved)[0].title == "Use harder prompts"
     assert cards_of(make_run(tmp_path / "live", steps=60, summary={"status": "running"})) == []
+
+
+def test_a_collapsed_reward_is_the_first_card(tmp_path: Path) -> None:
+    def cards(name: str, change: Callable[[float], float]) -> list[Card]:
+        folder = make_run(tmp_path / name, steps=60)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.dumps(row | {"reward": row["reward"] - change(row["step"])}) for row in rows]
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        return cards_of(folder)
+
+    card, *others = cards("collapsed", lambda step: 0.02 * max(0, step - 35))
+    assert (card.title, card.chart, card.serious, others) == ("The reward collapsed", "Reward", True, [])
+    assert card.step is not None and 30 <= card.step <= 40
+    assert re.match(rf"The reward fell from 0\.6\d* at step {card.step} to 0\.\d+\. To fix it, lower", card.text)
+    assert card.command.endswith("--learning_rate 5e-07 --beta 0.08")
+    for name, change in (("dip", 0.003), ("rise", 0.0)):
+        titles = [card.title for card in cards(name, lambda step, change=change: change * max(0, step - 35))]
+        assert "The reward collapsed" not in titles
 
 
 @pytest.mark.parametrize(("recipe", "settings"), [("grpo.yaml", []), ("maxent.yaml", ["--maxent_tau", "0.5"])])

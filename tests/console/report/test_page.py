@@ -11,6 +11,7 @@ from grpo_recipes.console.report.chart import Chart, Curve
 from grpo_recipes.console.report.page import (
     format_duration,
     format_number,
+    format_recipe_value,
     render_fragment,
     render_model_text,
     use_minus_signs,
@@ -100,6 +101,11 @@ def test_white_space_is_marked_and_copies_as_it_was() -> None:
 )
 def test_three_digits_that_count(value: float | None, text: str) -> None:
     assert format_number(value) == use_minus_signs(text)
+
+
+def test_integers_of_a_recipe_have_no_decimals() -> None:
+    values = (8.0, 0.5, 1e-6, 12, True, "8.0", [1.0, 2.0], None)
+    assert [*map(format_recipe_value, values)] == ["8", "0.5", "1e-06", "12", "true", "8.0", "[1.0, 2.0]", "null"]
 
 
 def test_shares() -> None:

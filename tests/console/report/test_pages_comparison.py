@@ -13,6 +13,7 @@ import pytest
 
 from grpo_recipes.console.report.chart import Curve, make_curve
 from grpo_recipes.console.report.comparison import (
+    compare_groups,
     find_differing_keys,
     group_runs,
     make_comparison_headline,
@@ -98,6 +99,17 @@ def test_few_seeds_are_drawn_one_by_one(tmp_path: Path) -> None:
     assert f"seeds {min(group.finals):.3g} to {max(group.finals):.3g}" in text
 
 
+def test_all_groups_are_smoothed_over_the_number_of_steps_that_the_page_shows(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, {"steps": 30}, {"steps": 90, "recipe": {"beta": (0.0, "x.yaml:1")}})
+    values = compare_groups(group_runs(runs), tmp_path)
+    assert (values["window"], [clock.window for clock in values["clocks"]]) == (7, [7, 7])
+    for title in ("Reward", "Reward by time"):
+        (chart,) = (chart for chart in values["drawn"] if chart.title == title)
+        for run, curve in zip(runs, chart.curves, strict=True):
+            assert curve.line[10] == pytest.approx(sum(run.metrics.known("reward")[7:14]) / 7)
+    assert "Lines are means over 7 steps." in render_comparison_page(runs, tmp_path)
+
+
 def test_a_group_is_drawn_as_mean_and_interval_over_its_seeds(tmp_path: Path) -> None:
     runs = seeds(tmp_path, "base", 5, steps=4)
     (group,) = group_runs(runs)
@@ -143,8 +155,8 @@ def test_the_page_says_who_ends_highest_and_what_differs(tmp_path: Path) -> None
         assert name in page.texts, name
     table = page.text[page.text.rindex("Differences") : page.text.rindex("Curves")]
     assert page.text.rindex("Differences") < page.text.rindex("Runs") < page.text.rindex("Curves")
-    assert "beta0.040.00.1" in table
-    assert "max_grad_norm1.00.51.0" in table  # the default for runs that do not set it
+    assert "beta0.0400.1" in table
+    assert "max_grad_norm10.51" in table  # the default for runs that do not set it
     assert "learning_rate" not in table and "seed0" not in table
     assert re.search(r"base \(2 seeds\)0\.6\d* \(seeds [\d.]+ to [\d.]+\)0\.\d+ \(seeds", page.text)
     assert "51.2 % (46.8 to 55.6)" in page.text

@@ -311,7 +311,7 @@ def test_what_is_worth_a_look_is_said(tmp_path: Path) -> None:
     rows[4]["grad_norm"] = "nan"
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "broken\n")
     text = page_of(folder).text
-    for notice in ("40 % of completions reach max_completion_length", "90 % of groups get one reward",
+    for notice in ("40 % of completions are clipped at max_completion_length", "90 % of groups get one reward",
                  "Entropy fell from 2 to 0.01", "grad_norm was inf or nan in 1 step",
                  "1 line of metrics.jsonl could not be read"):  # fmt: skip
         assert notice in text, notice

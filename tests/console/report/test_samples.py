@@ -64,7 +64,7 @@ def test_the_page_shows_a_prompt_at_its_first_and_last_step(tmp_path: Path) -> N
 def test_tokens_truncation_masks_and_advantages_of_turns_are_shown(tmp_path: Path) -> None:
     cut = {**two_samples()[0], "tokens": 512, "truncated": True}
     assert "tokens512" in (text := page_of(make_run(tmp_path, steps=1, samples=[cut])).text)
-    assert "truncated at max_completion_length" in text
+    assert "clipped at max_completion_length" in text and "truncated" not in text
     (game,) = game_samples(2)
     game["episode"]["turns"][0]["advantage"], game["episode"]["turns"][1]["advantage"] = 0.5, -0.5
     folder = make_run(tmp_path, "game-20261120-101503", steps=1, samples=[game])

@@ -136,6 +136,8 @@ class Curve:
     faint: Sequence[Column] = ()  # values behind the line, which is their mean: single values, or one line per seed
     band: tuple[Column, Column] | None = None  # lower and upper edge of the area around the line
     band_label: str = ""  # meaning of the area; with a label, the read-out shows its range
+    raw_band: tuple[Column, Column] | None = None  # the band before smoothing, if it is smoothed like the line
+    fixed_band: bool = False  # whether the page has the band for the first smoothing only
     raw: Column | None = None  # the values of the line before smoothing; None: the line is not smoothed
     seeds: Sequence[Column] = ()  # one line per seed before smoothing, if ``faint`` has one line per seed
     clock: int = 0  # index of the ``Clock`` of its runs on the page
@@ -148,7 +150,8 @@ class Curve:
     @property
     def ranges(self) -> str:
         """The lower and upper edge of the band at each point, as text for the script; "" without a band."""
-        pairs = zip(*self.band, strict=True) if self.band else ()
+        band = self.raw_band or self.band
+        pairs = zip(*band, strict=True) if band else ()
         return " ".join("-" if None in pair else format_points(pair).replace(" ", ":") for pair in pairs)
 
 
@@ -163,8 +166,11 @@ class Clock:
     window: int  # number of steps over which curves are smoothed at first
 
 
-def make_clock(tables: Sequence[Table]) -> Clock:
-    """Return the clock of the runs of a group, from one table of metrics per run: means over the runs."""
+def make_clock(tables: Sequence[Table], window: int) -> Clock:
+    """Return the clock of the runs of a group, from one table of metrics per run: means over the runs.
+
+    ``window`` is the number of steps over which the page's curves are smoothed at first.
+    """
     longest = max((table.steps for table in tables), key=len)
     ends = [part.stop - 1 if part.start else 0 for part in split_rows(len(longest))]
     minutes: list[Column] = [
@@ -179,7 +185,7 @@ def make_clock(tables: Sequence[Table]) -> Clock:
         return [mean(drop_missing(line[end] for line in lines if end < len(line))) for end in ends] if lines else []
 
     steps, rows = [longest[end] for end in ends], len(longest)
-    return Clock(steps, average(minutes), average(tokens), rows, choose_window(rows))
+    return Clock(steps, average(minutes), average(tokens), rows, window)
 
 
 def make_curve(
@@ -205,7 +211,7 @@ def make_curve(
         if len(tables) < ENOUGH_SEEDS:
             return replace(curve, faint=lines, seeds=raws)
         band = make_band(line, [t_interval_half_width(column) for column in columns], limits)
-        return replace(curve, band=band, band_label="95 %")
+        return replace(curve, band=band, band_label="95 %", fixed_band=True)
     values = tables[0].column(name)
     if not behind:
         return curve

@@ -1,5 +1,6 @@
 """The page that compares runs. Runs that differ only in their seed form a group with an interval over the seeds."""
 
+import functools
 import itertools
 import json
 import os
@@ -12,7 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from grpo_recipes.console.report import run_charts
-from grpo_recipes.console.report.chart import Chart, make_clock, make_curve
+from grpo_recipes.console.report.chart import Chart, choose_window, make_clock, make_curve
 from grpo_recipes.console.report.page import BASELINES, ENOUGH_SEEDS, format_mean, render
 from grpo_recipes.console.report.read import Group, RunRecord, read_run
 from grpo_recipes.paths import display_path
@@ -153,20 +154,22 @@ def compare_groups(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
                 baselines[name][benchmark] = result["baselines"][name]
     most = max((len(group.runs) for group in groups), default=0)
     spread = "shaded: 95 % interval of the mean over seeds" if most >= ENOUGH_SEEDS else "faint: single seeds"
-    note = "Mean over the completions of a step, smoothed" + f"; {spread}" * (most > 1)
+    note = "Mean over the completions of a step" + f"; {spread}" * (most > 1)
+    window = max((choose_window(len(run.metrics.steps)) for run in runs), default=1)
     facts, charts, same = find_differing_facts(groups), [], dict[str, str]()
     if groups:
-        draw, metric = run_charts.make_metric_chart, Metric
+        draw, metric = functools.partial(run_charts.make_metric_chart, window=window), Metric
         charts = [draw(groups, "reward", metric("Reward", note, unit="mean reward"), large=True)]
         charts += [
-            draw(groups, "eval_reward", metric("Evaluation reward", unit="mean reward"), evals=True),
-            _make_time_chart(groups),
+            draw(groups, "eval_reward", metric("Evaluation reward", unit="mean reward", smooth=False), evals=True),
+            _make_time_chart(groups, window),
         ]
         names = [name for name, known_metric in run_charts.METRICS.items() if known_metric.compared]
         same = run_charts.find_common_constants([run.metrics for run in runs], names)
         charts += [draw(groups, name) for name in names if name not in same]
     return {
-        "groups": groups, "clocks": [make_clock([run.metrics for run in group.runs]) for group in groups],
+        "groups": groups, "window": window,
+        "clocks": [make_clock([run.metrics for run in group.runs], window) for group in groups],
         "headline": make_comparison_headline(groups, ranked=is_ranked(facts)),
         "warnings": [(_WARNINGS[name], values) for name, values in facts.items() if name in _WARNINGS],
         "drawn": [chart for chart in charts if chart], "same": same,
@@ -198,15 +201,19 @@ def make_comparison_headline(groups: Sequence[Group], ranked: bool) -> str:
     return f"{highest} distinguishable with {seeds}: {first.label} ends at reward {reward}, {second.label} at {other}."
 
 
-def _make_time_chart(groups: Sequence[Group]) -> Chart | None:
-    """Return a chart of the reward of every run over the minutes of training; None if no run has both metrics."""
+def _make_time_chart(groups: Sequence[Group], window: int) -> Chart | None:
+    """Return a chart of the reward of every run over the minutes of training; None if no run has both metrics.
+
+    Lines are means over ``window`` steps.
+    """
     curves = []
     for group in groups:
         for metrics in (run.metrics for run in group.runs):
             if metrics.known("reward") and metrics.known("seconds/step"):
                 seconds = (value or 0.0 for value in metrics.column("seconds/step"))
                 timed = replace(metrics, steps=[total / 60 for total in itertools.accumulate(seconds)])
-                curves.append(make_curve([timed], "reward", group.label, group.colour, group.kind, behind=False))
+                style = (group.label, group.colour, group.kind)
+                curves.append(make_curve([timed], "reward", *style, window=window, behind=False))
     return Chart("Reward by time", curves, x_name="min", y_name="mean reward") if curves else None
 
 

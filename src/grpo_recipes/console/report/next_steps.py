@@ -1,8 +1,11 @@
 """Cards with what to try next: each sign that a run does not learn, with a chart to look at and a command to copy.
 
-The signs come from ``runs.health``. A completed run without a sign gets cards for its usual next steps.
+The signs come from ``runs.health``, and a collapsed reward from the whole run. A completed run without a sign gets its
+usual next steps.
 """
 
+import itertools
+import math
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,11 +15,13 @@ from typing import Any
 from grpo_recipes.console.report.read import RunRecord
 from grpo_recipes.console.report.run_charts import METRICS
 from grpo_recipes.paths import display_path
-from grpo_recipes.runs.health import Notice
+from grpo_recipes.runs.health import LAST_STEPS, Notice
 from grpo_recipes.stats import compare_ends
 
 _TASKS = ("grpo", "maxent")  # trainers that `grpo launch` starts from a recipe
 _NEAR_MAXIMUM = 0.95  # share of the highest reward of a completion, from which the data is too easy
+_LOST = 0.5  # share of its rise that a reward has lost, from which it has collapsed
+_FAR = 5.0  # least distance of the best from the last level, in standard errors, of a collapse
 Value = Callable[[str], Any]  # returns the value of a recipe key in the run
 
 
@@ -46,10 +51,12 @@ class _Advice:
     factors: dict[str, float] = field(default_factory=dict)  # recipe key -> factor of its current value
 
 
-_CUT_OFF, _SIGNAL = METRICS["completions/clipped_ratio"].title, METRICS["frac_reward_zero_std"].title
+_CLIPPED, _SIGNAL = METRICS["completions/clipped_ratio"].title, METRICS["frac_reward_zero_std"].title
 _GRADIENT, _WRONG = METRICS["grad_norm"].title, METRICS["maxent/incorrect_mass"].title
+_COLLAPSE = "collapse"
 # Name of a rule in ``runs.health`` -> its card.
 _ADVICE = {
+    _COLLAPSE: _Advice("The reward collapsed", "Reward", {"learning_rate": 0.5, "beta": 2}),
     "zero reward": _Advice("No completion is rewarded", "Reward"),
     "silent reward": _Advice("A reward is always 0", "Single rewards"),
     "no signal": _Advice("Nothing is learned", _SIGNAL, {"num_generations": 2}),
@@ -58,8 +65,8 @@ _ADVICE = {
     "learning rate": _Advice("The learning rate is near 0", METRICS["learning_rate"].title),
     "kl": _Advice("Far from the reference", METRICS["kl"].title, {"learning_rate": 0.5, "beta": 2}),
     "entropy": _Advice("Little exploration", METRICS["entropy"].title, {"learning_rate": 0.5}),
-    "all cut off": _Advice("Every completion is cut off", _CUT_OFF, {"max_completion_length": 2}),
-    "cut off": _Advice("Many completions are cut off", _CUT_OFF, {"max_completion_length": 2}),
+    "all cut off": _Advice("Every completion is clipped", _CLIPPED, {"max_completion_length": 2}),
+    "cut off": _Advice("Many completions are clipped", _CLIPPED, {"max_completion_length": 2}),
     "unscored": _Advice("Completions without a score", "Unscored", {"reward_timeout": 2}),
     "steep": _Advice("Steep gradients", _GRADIENT, {"learning_rate": 0.5}),
     "wrong weights": _Advice("Weight on wrong answers", _WRONG, {"maxent_tau": 0.5}),
@@ -68,14 +75,32 @@ _ADVICE = {
 
 
 def make_cards(run: RunRecord, folder: Path, notices: list[Notice]) -> list[Card]:
-    """Return a card for each notice, or the usual next steps of a completed run without notices.
+    """Return a card for a collapsed reward and each notice, or else the usual next steps of a completed run.
 
     ``folder`` is the run directory in the commands.
     """
     recipe = shlex.quote(f"{display_path(folder)}/recipe.yaml")
-    if notices:
+    if notices := [*_find_collapse(run), *notices]:
         return [_make_notice_card(run, recipe, notice) for notice in notices]
     return _list_usual_steps(run, shlex.quote(display_path(folder)), recipe) if run.status == "completed" else []
+
+
+def _find_collapse(run: RunRecord) -> list[Notice]:
+    """Return a notice if the reward has lost half of its rise, and more than noise explains; else [].
+
+    The best and the last level are means of 5 steps. The noise is estimated from the differences of successive steps.
+    """
+    rewards, (first, last, best, *_) = run.metrics.known("reward"), run.outcome
+    if first is None or last is None or best is None or len(rewards) < 2 * LAST_STEPS:
+        return []
+    level, step = best
+    variance = sum((b - a) ** 2 for a, b in itertools.pairwise(rewards)) / (2 * (len(rewards) - 1))
+    error = math.sqrt(2 * variance / LAST_STEPS)
+    if level - last <= max(_FAR * error, _LOST * (level - first)):
+        return []
+    text = f"the reward fell from {level:.3g} at step {step:,.0f} to {last:.3g}"
+    fix = "lower learning_rate or raise beta; load_best_model_at_end keeps the best model"
+    return [Notice(_COLLAPSE, text, fix, int(step), int(run.metrics.steps[-1]), serious=True)]
 
 
 def _make_notice_card(run: RunRecord, recipe: str, notice: Notice) -> Card:

@@ -158,7 +158,9 @@ def _finalize(value: Any) -> Any:
 
 
 def format_recipe_value(value: Any) -> str:
-    """Return a recipe value as text with secrets masked: strings unchanged, other values as JSON."""
+    """Return a recipe value as text with secrets masked: strings unchanged, other values as JSON, 8.0 as 8."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     return mask_secrets(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 

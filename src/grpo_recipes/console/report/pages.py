@@ -110,7 +110,7 @@ def render_run_page(
         files=sorted(file.name for file in run.folder.iterdir() if not file.name.startswith((".", "report."))),
         linked=path is not None and path.absolute().parent == run.folder, live=run.status in UNFINISHED,
         resumed=[step for step in run.summary.get("resumed_at") or () if isinstance(step, int)],
-        tracked=read_wandb_address(run), polling=polling, clocks=[make_clock([run.metrics])],
+        tracked=read_wandb_address(run), polling=polling, clocks=[make_clock([run.metrics], choose_window(rows))],
         best=read_json(run.folder / BEST),
     )  # fmt: skip
 

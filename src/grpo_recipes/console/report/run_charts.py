@@ -48,7 +48,7 @@ _CORE_METRICS = {
     "completions/mean_length":
         Metric("Completion length", "mean tokens",
                band=("completions/min_length", "completions/max_length", "shortest to longest"), unit="tokens"),
-    "completions/clipped_ratio": Metric("Clipped completions", "share that reached max_completion_length", shares=True),
+    "completions/clipped_ratio": Metric("Clipped completions", "share cut off at max_completion_length", shares=True),
     "frac_reward_zero_std":
         Metric("Groups without a signal", "share in which all completions have the same reward", shares=True),
     "maxent/incorrect_mass":
@@ -74,20 +74,22 @@ METRICS = {**{name: metric for metrics in parts("metrics") for name, metric in m
 
 
 def make_metric_chart(
-    groups: Sequence[Group], name: str, metric: Metric | None = None, *, evals: bool = False, large: bool = False
-) -> Chart | None:
+    groups: Sequence[Group], name: str, metric: Metric | None = None, *, evals: bool = False, large: bool = False,
+    window: int | None = None,
+) -> Chart | None:  # fmt: skip
     """Return a chart of a metric with a curve for each group that has it, or None if it is missing or 0 everywhere.
 
     For a single run (its group has no label), the single values are drawn faintly behind the line, or the range of a
     step if ``metric.band`` exists. Steps with an infinite value leave a gap, and the note counts them. ``metric`` is by
-    default the entry in ``METRICS``. With ``evals``, the values come from the evaluations.
+    default the entry in ``METRICS``. With ``evals``, the values come from the evaluations. ``window`` is the number of
+    averaged steps, by default chosen by the length of each curve.
     """
     metric = metric or METRICS[name]
     tables = [[run.evals if evals else run.metrics for run in group.runs] for group in groups]
     values = (value for group_tables in tables for table in group_tables for value in table.known(name))
     if metric.shares and any(not 0 <= value <= 1 for value in values):
         metric = replace(_ENVIRONMENT_METRIC, title=metric.title)  # an environment's number with the name of a share
-    single_run, window = not groups[0].label, None if metric.smooth else 1
+    single_run, window = not groups[0].label, window if metric.smooth else 1
     curves = [
         make_curve(
             group_tables, name, group.label or metric.title, group.colour, group.kind, window=window,
@@ -140,11 +142,14 @@ def make_reward_chart(run: RunRecord) -> Chart | None:
     if metrics.known("reward"):
         curve = make_curve([metrics], "reward", "training")
         if metrics.known("reward_std"):
-            halves = smooth_values(metrics.column("reward_std"), split_rows(len(metrics.steps)), window)
+            halves = metrics.column("reward_std")
             if zero_or_one:  # the mean determines the standard deviation, so the standard error is more useful
                 count = sum(map(len, rewards_of_steps)) / len(rewards_of_steps)
                 halves = [None if half is None else half / math.sqrt(count) for half in halves]
-            curve = replace(curve, band=make_band(curve.line, halves), band_label="± SE" if zero_or_one else "± std")
+            parts = split_rows(len(halves))
+            band = make_band(curve.line, smooth_values(halves, parts, window))
+            raw_band = make_band(curve.values, smooth_values(halves, parts))
+            curve = replace(curve, band=band, raw_band=raw_band, band_label="± SE" if zero_or_one else "± std")
         curves.append(curve)
     if run.evals.known("eval_reward"):
         curves.append(Curve("evaluation", run.evals.steps, run.evals.column("eval_reward"), 2, "dots"))
@@ -234,8 +239,11 @@ def _find_unscored_names(metrics: Table) -> dict[str, str]:
 def make_phase_chart(metrics: Table) -> Chart | None:
     """Return the chart of seconds per step as stacked areas of the phases, or None if no phase was timed.
 
-    The first phase is at the bottom. The axis ends below a few very long steps.
+    The first phase is at the bottom. The axis ends below a few very long steps. Saves and evaluations run after a step,
+    and the next row has their seconds: the chart shows them at the step that they follow.
     """
+    following = {name: [*metrics.column(name)[1:], None] for name in ("seconds/save", "seconds/evaluate")}
+    metrics = replace(metrics, columns=metrics.columns | following)
     curves: list[Curve] = []
     above: list[float] = []
     for colour, phase in enumerate(PHASES, start=1):

@@ -62,13 +62,21 @@ function usualRange(values) {
   return [Math.max(ordered[0], low - margin), Math.min(ordered[ordered.length - 1], high + margin)];
 }
 
-// Round numbers about `count` intervals apart.
-function ticksOf(low, high, count) {
+// Round numbers about `count` intervals apart; integers if `isWhole`.
+function ticksOf(low, high, count, isWhole = false) {
   const raw = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(raw));
-  const distance = power * [1, 2, 2.5, 5, 10].find((factor) => power * factor >= raw * 0.999);
+  let distance = power * [1, 2, 2.5, 5, 10].find((factor) => power * factor >= raw * 0.999);
+  if (isWhole) distance = Math.max(1, Math.ceil(distance));
   const [first, last] = [Math.ceil(low / distance - 1e-9), Math.floor(high / distance + 1e-9)];
   return Array.from({ length: last - first + 1 }, (_, index) => (first + index) * distance);
+}
+
+// Add the ends of the axis to its ticks if there is room, as in chart.py; only integers if `isWhole`.
+function withEnds(ticks, low, high, isWhole) {
+  const gap = ticks.length > 1 ? 0.6 * (ticks[1] - ticks[0]) : 0;
+  const hasRoom = (end) => ticks.every((tick) => Math.abs(end - tick) > gap) && (!isWhole || Number.isInteger(end));
+  return [...[low].filter(hasRoom), ...ticks, ...[high].filter(hasRoom)];
 }
 
 function logTicks(low, high) {
@@ -91,11 +99,14 @@ class Curve {
     this.ys = numbers(data.y);
     this.band = data.band ? data.band.split(" ").map((pair) => (pair === "-" ? [NaN, NaN] : pair.split(":").map(Number))) : null;
     this.hasRange = data.bandLabel !== undefined;
+    this.isBandRaw = data.bandRaw !== undefined;
+    this.isBandFixed = data.bandFixed !== undefined;
     this.seeds = data.seeds ? data.seeds.split("|").map(numbers) : [];
     this.paths = [...group.querySelectorAll("path")];
     this.first = this.paths.map((path) => path.getAttribute("d"));
     this.positions = {};
     this.lines = {};
+    this.bands = {};
   }
 
   // The positions of the points on an axis of the page.
@@ -109,6 +120,17 @@ class Curve {
   line(span) {
     if (!this.lines[span]) this.lines = { [span]: smoothed(this.ys, span) };
     return this.lines[span];
+  }
+
+  // The edges of the area, smoothed like the line; null if there is none, or none with this smoothing.
+  edges(span, isFirstWindow) {
+    if (!this.band || (this.isBandFixed && !isFirstWindow)) return null;
+    if (!this.isBandRaw) return this.band;
+    if (!this.bands[span]) {
+      const [low, high] = [0, 1].map((side) => smoothed(this.band.map((pair) => pair[side]), span));
+      this.bands = { [span]: low.map((value, index) => [value, high[index]]) };
+    }
+    return this.bands[span];
   }
 
   // The number of points that a window of steps covers.
@@ -157,7 +179,7 @@ class LineChart {
     this.marks = [...figure.querySelectorAll(".resumed")];
     this.first = [this.up, this.across, this.grid].map((node) => node.cloneNode(true));
     this.newest = figure.querySelector(".newest");
-    this.newestText = this.newest && this.newest.textContent;
+    this.firstNewest = this.newest && this.newest.textContent;
     this.measure();
   }
 
@@ -174,6 +196,24 @@ class LineChart {
     return this.isPlain || this.isStacked ? 1 : this.view.window;
   }
 
+  get isFirstWindow() {
+    return this.window === (this.isPlain || this.isStacked ? 1 : this.view.firstWindow);
+  }
+
+  // The newest value of the first curve.
+  get newestText() {
+    if (this.isFirstWindow) return this.firstNewest;
+    const [curve] = this.curves;
+    const span = curve.span(this.window);
+    const known = curve.line(span).filter((value) => !Number.isNaN(value));
+    return known.length ? this.label(known[known.length - 1], span) : "";
+  }
+
+  // A value of a line that is a mean over `span` points.
+  label(value, span) {
+    return this.text(value) + (span > 1 ? " smoothed" : "");
+  }
+
   text(value) {
     const { percent, unit } = this.figure.dataset;
     if (percent !== undefined) return `${formatted(Math.round(value * 1000) / 10)} %`;
@@ -186,9 +226,8 @@ class LineChart {
     this.x = zoom && this.isLinked ? zoom : this.fullX();
     this.shown = this.curves.filter((curve) => !hidden.has(curve.label));
     const isFirst = this.axis === this.xname && !(zoom && this.isLinked) && !this.log && this.shown.length === this.curves.length;
-    this.isFirst = isFirst && this.window === (this.isPlain || this.isStacked ? 1 : this.view.firstWindow);
-    this.y = [this.frame[2], this.frame[3]];
-    if (!isFirst) this.y = this.measureValues();
+    this.isFirst = isFirst && this.isFirstWindow;
+    this.y = this.isFirst ? [this.frame[2], this.frame[3]] : this.measureValues();
   }
 
   // The range of the horizontal axis without a zoom.
@@ -199,17 +238,22 @@ class LineChart {
 
   measureValues() {
     const [from, to] = this.x;
+    const { zoom } = this.view;
     const [lines, behind] = [[], []];
     const stack = this.isStacked ? this.stack() : null;
+    const edges = this.shown.map((curve) => curve.edges(curve.span(this.window), this.isFirstWindow));
     this.shown.forEach((curve, order) => {
       const xs = curve.xs(this.axis);
       const line = stack ? stack[order].map(([, high]) => high) : curve.line(curve.span(this.window));
       xs.forEach((x, index) => {
         if (x < from || x > to) return;
         lines.push(line[index]);
-        if (!stack) behind.push(curve.ys[index], ...(curve.band ? curve.band[index] : []));
+        if (!stack) behind.push(curve.ys[index], ...(edges[order] ? edges[order][index] : []));
       });
     });
+    const [bottom, top] = [this.frame[2], this.frame[3]];
+    const isWhole = !this.log && !(zoom && this.isLinked) && this.shown.length === this.curves.length;
+    if (isWhole && lines.every((value) => Number.isNaN(value) || (value >= bottom && value <= top))) return [bottom, top];
     const usable = (values) => (this.log ? values.filter((value) => value > 0) : values);
     const ranges = [usualRange(usable(lines)), usualRange(usable(behind.length ? behind : lines))];
     let [low, high] = [Math.min(ranges[0][0], ranges[1][0]), Math.max(ranges[0][1], ranges[1][1])];
@@ -282,7 +326,8 @@ class LineChart {
     curve.path("line").setAttribute("d", polyline(line));
     const lone = stretches(points(line)).filter((part) => part.length === 1);
     if (lone.length || curve.group.querySelector(".lone")) curve.path("lone").setAttribute("d", lone.map((part) => `M${part}h0`).join(""));
-    if (curve.band) curve.path("band").setAttribute("d", area(curve.band));
+    const band = curve.edges(span, this.isFirstWindow);
+    if (curve.band) curve.path("band").setAttribute("d", band ? area(band) : "");
     if (curve.seeds.length) {
       const faint = curve.paths.filter((path) => path.matches(".faint"));
       curve.seeds.forEach((ys, index) => faint[index].setAttribute("d", polyline(smoothed(ys, span))));
@@ -306,7 +351,9 @@ class LineChart {
     this.up.replaceChildren(...ticks.map((tick, index) => label(text(tick), { x: "100%", y: `${heights[index] / 10}%`, dy: ".32em" })));
     this.grid.setAttribute("d", heights.map((height) => `M0 ${height}h${WIDTH}`).join(""));
     const [from, to] = this.x;
-    const across = ticksOf(from, to, 5).filter((tick) => this.axis !== "step" || Number.isInteger(tick));
+    const isWhole = this.axis === "step";
+    const inside = ticksOf(from, to, 5, isWhole);
+    const across = this.view.zoom && this.isLinked ? inside : withEnds(inside, from, to, isWhole);
     const anchor = (share) => (share < 0.04 ? "start" : share > 0.96 ? "end" : "middle");
     const nodes = across.map((tick) => {
       const share = (tick - from) / (to - from);
@@ -323,10 +370,11 @@ class LineChart {
       if (index < 0) return [];
       const span = curve.span(this.window);
       const value = curve.line(span)[index];
-      const range = curve.band && curve.hasRange && !curve.band[index].some(Number.isNaN) ? ` (${curve.band[index].map(formatted).join(" to ")})` : "";
+      const band = curve.hasRange ? curve.edges(span, this.isFirstWindow) : null;
+      const range = band && !band[index].some(Number.isNaN) ? ` (${band[index].map(formatted).join(" to ")})` : "";
       const place = xs[index] === x ? "" : ` at ${formatted(xs[index])}`;
       const raw = span > 1 ? `, unsmoothed ${this.text(curve.ys[index])}` : "";
-      return [{ curve, value: this.text(value), text: `${curve.label}: ${this.text(value)}${range}${raw}${place}` }];
+      return [{ curve, value: this.label(value, span), text: `${curve.label}: ${this.text(value)}${range}${raw}${place}` }];
     });
   }
 }

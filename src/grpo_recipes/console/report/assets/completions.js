@@ -24,7 +24,7 @@ for (const box of document.querySelectorAll(".steps")) {
 }
 
 // Search and filter the completions: steps with a hit are opened, and everything else is hidden.
-const KINDS = { right: "right", wrong: "wrong", unscored: "unscored", truncated: "truncated", positive: "advantage above 0", negative: "advantage below 0" };
+const KINDS = { right: "right", wrong: "wrong", unscored: "unscored", clipped: "clipped", positive: "advantage above 0", negative: "advantage below 0" };
 
 for (const box of document.querySelectorAll(".steps")) {
   const completions = [...box.querySelectorAll(".completion")];

@@ -11,9 +11,25 @@ const charts = [...document.querySelectorAll("figure[data-lines]")].map((figure)
 const maps = [...document.querySelectorAll("figure[data-frame]:not([data-lines])")];
 
 function drawAll() {
-  charts.forEach((chart) => chart.draw());
+  for (const chart of charts) {
+    chart.draw();
+    if (!chart.dropped) continue;
+    chart.dropped.textContent = describeDropped(chart);
+    chart.dropped.hidden = !chart.dropped.textContent;
+  }
   showAt(view.at === null ? view.pinned : view.at, null);
   toolbar?.update();
+}
+
+// The points of the lines that a logarithmic axis can't show, as a sentence.
+function describeDropped(chart) {
+  const [from, to] = chart.x;
+  const isDropped = (curve) => {
+    const [xs, line] = [curve.xs(chart.axis), curve.line(curve.span(chart.window))];
+    return line.filter((value, index) => value <= 0 && xs[index] >= from && xs[index] <= to);
+  };
+  const count = chart.log ? chart.shown.flatMap(isDropped).length : 0;
+  return count ? `${count} value${count === 1 ? "" : "s"} of 0 or less not drawn on the log axis` : "";
 }
 
 // --- the crosshair
@@ -202,6 +218,9 @@ for (const chart of charts) {
     toggle.className = "log";
     toggle.setAttribute("aria-pressed", "false");
     chart.figure.querySelector("h3").after(toggle);
+    chart.dropped = document.createElement("p");
+    Object.assign(chart.dropped, { className: "note dropped", hidden: true });
+    chart.figure.querySelector(".plot").after(chart.dropped);
   }
 }
 updateLegends();
@@ -270,7 +289,6 @@ function makeToolbar() {
   zoom.append(button("+", "Zoom in", () => zoomBy(0.5)), button("−", "Zoom out", () => zoomBy(2)), reset);
   bar.append(field("Axis ", axis), ...(sizes.length > 1 ? [field("Smoothing ", slider, output)] : []), zoom);
 
-  const noteText = document.querySelector(".smoothing")?.textContent;
   const hint = document.createElement("p");
   hint.className = "note hint";
   hint.textContent = matchMedia("(hover: none)").matches ? "Tap a chart to read its step." : "Drag to zoom. Click a chart to read its step.";
@@ -283,8 +301,13 @@ function makeToolbar() {
     output.textContent = view.window === 1 ? "none" : `${view.window} steps`;
     slider.setAttribute("aria-valuetext", output.textContent);
     reset.disabled = view.zoom === null;
-    const note = document.querySelector(".smoothing");
-    if (note) note.textContent = view.window === view.firstWindow ? noteText : "";
+    const [means, behind] = document.querySelectorAll(".smoothing span");
+    const isFirst = view.window === view.firstWindow;
+    const hasFixedBands = !isFirst && charts.some((chart) => chart.curves.some((curve) => curve.isBandFixed));
+    if (!means) return;
+    behind.hidden = view.window === 1;
+    means.textContent = view.window === 1 ? "Lines are not smoothed." : `Lines are means over ${view.window} steps.`;
+    if (hasFixedBands) means.textContent += ` Intervals are only drawn ${view.firstWindow === 1 ? "without smoothing" : `over ${view.firstWindow} steps`}.`;
   };
   update();
   return { update };
