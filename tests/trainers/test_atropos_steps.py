@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_processes import run_ranks
 from transformers import TrainerCallback
 
 from grpo_recipes.extensions.atropos.client import AtroposError, NoLogprobs
@@ -28,9 +26,6 @@ from grpo_recipes.weights.guard import WeightsDiffer
 from .atropos_groups import generation, group, like_the_trainer, make_trainer, of_all_kinds
 from .fixed_completions import rows_of, weights_of
 from .tiny_training import GROUP
-
-ROOT = Path(__file__).resolve().parents[2]
-
 
 # --- taken groups and messages ---------------------------------------------------------------------------------------
 
@@ -236,14 +231,8 @@ def test_groups_that_were_taken_are_used_after_a_resume(tmp_path: Path, model: s
 
 def on_two_ranks(folder: Path, model: str, ends: str, keys: dict[str, Any]) -> None:
     """Train on three groups of four. Each rank has half of the second group."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    arguments = [str(folder), model, ends, json.dumps({**keys, "per_device_train_batch_size": 6})]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, "tests.trainers.atropos_groups", *arguments],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    sizes = {"per_device_train_batch_size": 6}
+    run_ranks("trainers.atropos_groups", str(folder), model, ends, json.dumps({**keys, **sizes}))
 
 
 @pytest.mark.slow

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rank_processes import run_ranks
 from transformers import TrainerCallback
 
 from grpo_recipes.rewards.score import RewardWrapper, Score
@@ -189,21 +186,7 @@ def test_rewards_that_are_not_watched_are_left_to_trl(tmp_path: Path) -> None:
 
 
 def run_two(folder: Path) -> list[dict[str, Any]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    script = str(Path(__file__).with_name("scored_trainer.py"))
-    ranks = []
-    for rank in ("0", "1"):
-        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
-        command = [sys.executable, script, str(folder)]
-        ranks.append(subprocess.Popen(command, env={**os.environ, **variables, "OMP_NUM_THREADS": "1"}))
-    try:
-        assert [rank.wait(120) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_ranks("trainers.scored_trainer", str(folder))
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
 
 

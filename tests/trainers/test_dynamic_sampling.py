@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
+from rank_processes import run_ranks
 
 from grpo_recipes.runs import stop_request as stop_module
 from grpo_recipes.runs.rundir import stop_file
@@ -89,14 +87,8 @@ def test_a_stopped_run_equals_an_uninterrupted_run(
 
 
 def test_two_ranks_replace_the_same_groups_as_one(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     for ranks in (1, 2):
-        done = subprocess.run(
-            [*command, str(ranks), "-m", "tests.trainers.dynamic_ranks", str(tmp_path / f"of-{ranks}")],
-            cwd=ROOT, capture_output=True, text=True, timeout=240,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_ranks("trainers.dynamic_ranks", str(tmp_path / f"of-{ranks}"), count=ranks)
 
     def read(ranks: int) -> list[dict[str, Any]]:
         files = [Path(f"{tmp_path / f'of-{ranks}'}-{rank}.json") for rank in range(ranks)]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_processes import run_ranks
 
 from grpo_recipes import smoke
 from grpo_recipes.errors import ConfigError
@@ -26,7 +24,6 @@ from grpo_recipes.trainers.checks import TooManyWithoutVerdict, compute_trainer_
 from .fixed_completions import rows_of, weights_of
 from .played_episodes import GROUP, completion, generation, make_trainer
 
-ROOT = Path(__file__).resolve().parents[2]
 TEXT = smoke.build_tokenizer()
 
 
@@ -341,13 +338,7 @@ def test_a_role_that_the_template_does_not_know_is_refused() -> None:
 @pytest.mark.parametrize("credit", ["all_turns", "per_turn"])
 def test_two_processes_equal_one(tmp_path: Path, model: str, credit: str) -> None:
     """Three groups of four on two ranks, each with half of the second group, give the update of one process."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    arguments = ["tests.trainers.played_episodes", str(tmp_path / "two"), model, credit, "6"]
-    done = subprocess.run(
-        [*command, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks("trainers.played_episodes", str(tmp_path / "two"), model, credit, "6")
     alone = make_trainer(tmp_path / "one", model, environment_credit=credit, per_device_train_batch_size=12)
     before = weights_of(alone)
     alone.train()

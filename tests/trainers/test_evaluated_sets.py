@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
+from rank_processes import run_ranks
 from rotation import ROTATES
 
 from grpo_recipes.runs.rundir import finish_summary, read_rows
 
 from .evaluated_sets import OWN, evaluate_all, make_trainer, numbers, rewards_of
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -26,13 +22,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def by_two_processes(folder: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    done = subprocess.run(
-        [*command, "tests.trainers.evaluated_sets", str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks("trainers.evaluated_sets", str(folder))
     first, second = (json.loads((folder / f"rank_{rank}.json").read_text()) for rank in (0, 1))
     assert str(first) == str(second)  # compared by text: NaN is not equal to itself
     return dict(first)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
+from rank_processes import run_ranks
 from rotation import ROTATES
 
 from grpo_recipes.evaluate.scores import label_answers
@@ -20,7 +18,6 @@ from grpo_recipes.runs.rundir import read_rows
 
 from .judged_sets import evaluate, half_length, pure_accuracy_math
 
-ROOT = Path(__file__).resolve().parents[2]
 # For each prompt, the scored completions of TABLE in order: correct or not, and the answer.
 SCORED = (
     ((1, "7"), (0, "1"), (0, "1"), (1, "7"), (0, None), (0, "2")),
@@ -31,13 +28,7 @@ MAJORITIES = {1: [1, 0, 1], 2: [1, 0, 1], 4: [1, 0, 1], 5: [1, 1], 6: [1, 1]}
 
 
 def by_two_processes(folder: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    done = subprocess.run(
-        [*command, "tests.trainers.judged_sets", str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks("trainers.judged_sets", str(folder))
     first, second = (json.loads((folder / f"rank_{rank}.json").read_text()) for rank in (0, 1))
     assert {name: value for name, value in first.items() if "@" in name} == {
         name: value for name, value in second.items() if "@" in name

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from exact_record import record
+from rank_processes import run_ranks
 from rotation import ROTATES
 
 from grpo_recipes.runs.checkpoints import publish_checkpoint
@@ -40,23 +37,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def trained(folder: Path, count: int, shapes: list[str]) -> Found:
     """Run these shapes with this many ranks, one process per rank, and return their results."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    logs = [(folder / f"rank_{rank}.txt").open("w") for rank in range(count)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.resumed_ranks", folder, *shapes],
-            cwd=Path(__file__).parents[1],
-            env={**os.environ, **shared, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=log,
-            stderr=log,
-        )
-        for rank, log in enumerate(logs)
-    ]
-    codes = [process.wait(500) for process in processes]
-    assert not any(codes), (folder / "rank_0.txt").read_text()[-3000:]
+    run_ranks("trainers.resumed_ranks", str(folder), *shapes, count=count, seconds=500)
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(count)]
 
 

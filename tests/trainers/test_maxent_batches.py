@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_processes import run_ranks
 
 from grpo_recipes.trainers import maxent
 
 from .fixed_completions import GROUP, generation, make_trainer, rows_of, weights_of
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def assert_equal(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], within: float) -> None:
@@ -32,13 +28,7 @@ def test_two_processes_equal_one(tmp_path: Path, model: str) -> None:
             "maxent_target_weight_entropy": 0.5, "maxent_tau_lr": 1.0}  # fmt: skip
     # Three groups of four on two ranks: each rank has half of the second group.
     (folder / "keys.json").write_text(json.dumps({**keys, "per_device_train_batch_size": 6}))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, "tests.trainers.fixed_completions", str(folder)],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks("trainers.fixed_completions", str(folder))
     of_rank = [torch.load(folder / f"rank_{rank}.pt") for rank in (0, 1)]
 
     alone = make_trainer(tmp_path, model, per_device_train_batch_size=12, **keys)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from statistics import fmean, stdev
 from types import SimpleNamespace
@@ -14,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_processes import run_ranks
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.trainers.advantages import estimate_advantages
@@ -21,8 +19,6 @@ from grpo_recipes.trainers.grpo import GRPOTrainer
 
 from .fixed_completions import GROUP, generation, make_trainer, rows_of, weights_of
 from .test_maxent import expected_rewards
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def advantages_of(name: str, groups: list[list[float | None]]) -> list[list[float]]:
@@ -155,13 +151,7 @@ def test_two_processes_equal_one(tmp_path: Path, model: str, keys: dict[str, Any
     (folder / "model").symlink_to(model)
     # Three groups of four on two ranks: each rank has half of the second group.
     (folder / "keys.json").write_text(json.dumps({**keys, "per_device_train_batch_size": 6}))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
-         "tests.trainers.fixed_completions", str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks("trainers.fixed_completions", str(folder))
     alone = make_trainer(tmp_path, model, GRPOTrainer, per_device_train_batch_size=12, **keys)
     before = weights_of(alone)
     alone.train()

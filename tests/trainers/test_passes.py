@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import trl
+from rank_processes import run_ranks
 
 from grpo_recipes.trainers import passes
 from grpo_recipes.trainers.grpo import GRPOTrainer
@@ -20,7 +18,6 @@ from grpo_recipes.trainers.micro_batches import needs_trl_order
 
 from .fixed_completions import make_trainer, weights_of
 
-ROOT = Path(__file__).resolve().parents[2]
 WIDTH, COMPLETION = 40, 30
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo"]
 
@@ -192,15 +189,9 @@ def test_a_mixture_of_experts_with_its_own_loss_is_fed_as_trl_does_it(
 @pytest.mark.parametrize("accelerator", ["multi_gpu", "zero2", "zero3", "fsdp2"])
 def test_ranks_whose_rows_differ_make_as_many_passes(tmp_path: Path, model: str, accelerator: str) -> None:
     """Otherwise the ranks would deadlock, or mix up the gradients of different parameters."""
-    config = Path(trl.__file__).parent / "accelerate_configs" / f"{accelerator}.yaml"
-    done = subprocess.run(
-        [sys.executable, "-m", "grpo_recipes.launch.accelerate", "--config_file", str(config), "--num_processes", "2",
-         "--mixed_precision", "no", "-m", "tests.trainers.passes_of_ranks", model, str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"},
-        cwd=ROOT, capture_output=True, text=True, timeout=540,  # DeepSpeed compiles its Adam once
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("the steps are those of padded rows") == 2
+    # DeepSpeed compiles its Adam once.
+    outputs = run_ranks("trainers.passes_of_ranks", model, str(tmp_path), accelerator=accelerator, seconds=540)
+    assert all("the steps are those of padded rows" in output for output in outputs)
 
 
 @pytest.mark.parametrize("trims", [True, False])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_processes import run_ranks
 from rotation import ROTATES
 
 from grpo_recipes.rewards.score import RewardWrapper
@@ -24,8 +25,6 @@ from grpo_recipes.runs.stop_request import CutShort, StopRequest
 from .scored_trainer import make_trainer, own_rewards, scored
 from .stopped_runs import Moment, outcome, run
 from .tiny_training import different_characters
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +104,7 @@ def test_a_stop_on_start_is_before_the_first_evaluation(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_stop_together(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    done = subprocess.run(
-        [*command, "tests.trainers.stopped_runs", str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks("trainers.stopped_runs", str(tmp_path))
     for rank in (0, 1):
         results = json.loads((tmp_path / f"rank_{rank}.json").read_text())
         expected = results.pop("whole")

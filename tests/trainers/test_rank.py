@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rank_processes import run_ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from waiting import wait_for
 
@@ -219,23 +219,6 @@ def test_a_finished_rank_is_not_aborted_by_a_collective_it_did_not_wait_for(tmp_
 
 # --- the first barrier ----------------------------------------------------------------------------------------------
 
-MEETS = """
-import os, pathlib, sys, time, torch, torch.distributed
-from grpo_recipes.trainers.rank import wait_for_all_ranks
-rank, port, folder, seconds = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3]), float(sys.argv[4])
-wait_for_all_ranks(folder, torch.device("cpu"))  # alone: nothing to do
-torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-if sys.argv[5] == "late" and rank == 1:
-    time.sleep(seconds + 4)
-    os._exit(0)
-try:
-    wait_for_all_ranks(folder, torch.device("cpu"))
-    print("met", flush=True)
-except RuntimeError as error:
-    print(error, flush=True)
-os._exit(0)
-"""
-
 
 @pytest.mark.slow
 @pytest.mark.rotating
@@ -250,19 +233,8 @@ def test_ranks_meet_or_the_missing_one_is_named(tmp_path, how, seconds, message)
     (tmp_path / "processes").mkdir()
     (tmp_path / "processes/rank_1.json").write_text(json.dumps({"rank": 1, "node": 7, "pid": 1}))
     write_plan(tmp_path, meeting_timeout=float(seconds))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", MEETS, str(rank), port, str(tmp_path), seconds, how],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    told = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert told[0].startswith(message), told
+    told = run_ranks("trainers.meeting_ranks", str(tmp_path), seconds, how)
+    assert told[0].splitlines()[-1].startswith(message), told
 
 
 def test_the_cause_names_the_line_of_the_users_own_code(rank, tmp_path):

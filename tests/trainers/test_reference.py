@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import trl
+from rank_processes import run_ranks
 
 from grpo_recipes import smoke
 from grpo_recipes.recipe.configs import GRPOConfig
@@ -22,7 +21,6 @@ from .fixed_completions import make_trainer
 from .test_controllers import train
 from .tiny_training import ON_CPU, SUMS, as_dataset
 
-ROOT = Path(__file__).resolve().parents[2]
 SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
 TARGET = {"maxent_objective": "listwise", "maxent_beta": 1.0}
 
@@ -55,23 +53,9 @@ def test_a_checkpoint_without_the_reference_is_named(tmp_path: Path, model: str)
 @pytest.mark.rotating
 @pytest.mark.parametrize("accelerator", ["zero3", "fsdp2"])
 def test_every_process_holds_its_part_of_the_initial_model(model: str, accelerator: str) -> None:
-    config = Path(trl.__file__).parent / "accelerate_configs" / f"{accelerator}.yaml"
-    command = [
-        sys.executable,
-        "-m",
-        "grpo_recipes.launch.accelerate",
-        "--config_file",
-        str(config),
-        "--num_processes",
-        "2",
-    ]
-    done = subprocess.run(
-        [*command, "--mixed_precision", "no", "-m", "tests.trainers.sharded_reference", model],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT, capture_output=True, text=True, timeout=540,  # DeepSpeed compiles its Adam once
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("the reference is the initial model") == 2
+    # DeepSpeed compiles its Adam once.
+    outputs = run_ranks("trainers.sharded_reference", model, accelerator=accelerator, seconds=540)
+    assert all("the reference is the initial model" in output for output in outputs)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,12 @@
+"""What the ranks of tests have in common: `rank_processes` forks them from a process that has imported this module.
+
+No rank needs vLLM. TRL would import it wherever it is installed, which takes 8 s.
+"""
+
+from __future__ import annotations
+
+from grpo_recipes.process.startup import fast_imports
+
+with fast_imports("vllm"):
+    import grpo_recipes.trainers.entry
+    import grpo_recipes.trainers.maxent  # noqa: F401
