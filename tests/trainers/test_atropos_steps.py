@@ -236,7 +236,6 @@ def on_two_ranks(folder: Path, model: str, ends: str, keys: dict[str, Any]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("ends", "told"),
     [("error", "AtroposError: the groups are gone"), ("stop", "StoppedOnRequest: stopped on request after step 1")],
@@ -249,7 +248,6 @@ def test_what_ends_rank_0_while_it_waits_ends_all_ranks(tmp_path: Path, model: s
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("keys", [{"beta": 0.1}, {"loss_type": "grpo", "atropos_normalize_advantages": True}], ids=str)
 def test_two_processes_equal_one(tmp_path: Path, model: str, keys: dict[str, Any]) -> None:
     on_two_ranks(tmp_path / "two", model, "", keys)

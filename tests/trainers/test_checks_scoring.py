@@ -191,7 +191,6 @@ def run_two(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_two_processes_share_a_group_and_stop_with_the_same_words(tmp_path: Path) -> None:
     first, second = run_two(tmp_path)
     ids = [row["ids"] for rank in (first, second) for row in rank["rows"]]

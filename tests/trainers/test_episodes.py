@@ -334,7 +334,6 @@ def test_a_role_that_the_template_does_not_know_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("credit", ["all_turns", "per_turn"])
 def test_two_processes_equal_one(tmp_path: Path, model: str, credit: str) -> None:
     """Three groups of four on two ranks, each with half of the second group, give the update of one process."""

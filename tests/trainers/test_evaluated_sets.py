@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from rank_processes import run_ranks
-from rotation import ROTATES
 
 from grpo_recipes.runs.rundir import finish_summary, read_rows
 
@@ -28,14 +27,15 @@ def by_two_processes(folder: Path) -> dict[str, Any]:
     return dict(first)
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=ROTATES)], ids=["one process", "two processes"])
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["one process", "two processes"]
+)
 def evaluated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("evaluated")
     return folder, evaluate_all(folder) if request.param == 1 else by_two_processes(folder)
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_mean_is_that_of_the_set_evaluated(evaluated: tuple[Path, dict[str, Any]]) -> None:
     _, results = evaluated
     own_mean, twenty, seven, two = fmean(OWN), 9.5, 3.0, 6.5

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from rank_processes import run_ranks
-from rotation import ROTATES
 
 from grpo_recipes.evaluate.scores import label_answers
 from grpo_recipes.runs.rundir import read_rows
@@ -36,7 +35,7 @@ def by_two_processes(folder: Path) -> dict[str, Any]:
     return dict(first)
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=ROTATES)])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_evaluation_has_the_scores_of_its_completions(tmp_path: Path, processes: int) -> None:
     metrics = evaluate(tmp_path) if processes == 1 else by_two_processes(tmp_path)
 

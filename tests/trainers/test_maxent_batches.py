@@ -21,7 +21,6 @@ def assert_equal(weights: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_two_processes_equal_one(tmp_path: Path, model: str) -> None:
     folder = Path(model).parent
     keys = {"maxent_objective": "listwise", "maxent_beta": 0.5, "beta": 0.1, "kl_target": 0.01, "kl_horizon": 100.0,

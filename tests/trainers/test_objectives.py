@@ -134,7 +134,6 @@ def compute_logps(trainer: GRPOTrainer, rows: dict[str, Any]) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "keys",
     [

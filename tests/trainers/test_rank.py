@@ -221,7 +221,6 @@ def test_a_finished_rank_is_not_aborted_by_a_collective_it_did_not_wait_for(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("how", "seconds", "message"),
     [
