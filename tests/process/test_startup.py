@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import importlib.util
 import subprocess
 import sys
@@ -53,6 +54,14 @@ def test_objects_of_the_imports_are_exempt_from_garbage_collection() -> None:
         assert not any(thing is permanent for thing in gc.get_objects())
     finally:
         gc.unfreeze()
+
+
+def test_installed_packages_are_listed_once_in_the_block() -> None:
+    listed = importlib.metadata.packages_distributions
+    with fast_imports():
+        assert importlib.metadata.packages_distributions() is importlib.metadata.packages_distributions()
+    gc.unfreeze()
+    assert importlib.metadata.packages_distributions is listed
 
 
 def test_exit_at_once_writes_what_was_printed_and_searches_no_garbage() -> None:

@@ -44,7 +44,9 @@ class OwnListener:
 
         Raise ConnectionRefusedError if no process listens, and ForeignListener if a process outside the run listens.
         """
-        listening = find_listening_sockets(self._host, self._port)
+        # While a server starts, this is asked often. The kernel's list of sockets takes 10 ms, a refusal much less.
+        starting = not self._verified and _refuses_connections(self._host, self._port)
+        listening = frozenset() if starting else find_listening_sockets(self._host, self._port)
         if not listening:
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"{os.strerror(errno.ECONNREFUSED)}: nothing listens")
         if not listening <= self._verified:
@@ -76,6 +78,14 @@ def _list_process_family(root: int) -> list[int]:
             if psutil.Process(pid).uids().effective == os.geteuid():
                 pids.append(pid)
     return pids
+
+
+def _refuses_connections(host: str, port: int) -> bool:
+    """Return whether the machine refuses a connection, because no process listens. Nothing is sent."""
+    with socket.socket() as connection, contextlib.suppress(BlockingIOError):
+        connection.setblocking(False)
+        return connection.connect_ex((host, port)) == errno.ECONNREFUSED
+    return False
 
 
 def find_listening_sockets(host: str, port: int) -> frozenset[int]:
