@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ def test_prompt_completion_answer_and_reward_stay_together(tmp_path: Path) -> No
         assert int(sample["answer"]) == int(first) + int(second)
         (expected,) = different_characters([[{"content": sample["completion"]}]])
         assert sample["reward"] == expected
+        tokens = re.sub(r"<\|\w+\|>", "", sample["token_view"]["text"])
+        assert tokens.startswith(sample["completion"]) or "\ufffd" in tokens
 
 
 def test_the_rounds_are_limited(tmp_path: Path) -> None:

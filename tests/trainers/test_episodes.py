@@ -171,6 +171,15 @@ def test_samples_show_the_advantages_of_turns_that_are_trained(tmp_path: Path, m
         of_tokens = trained[tuple(turn["action"] for turn in turns)]
         assert sample["advantage"] == pytest.approx(of_tokens.mean().item(), abs=1e-3)
         assert {turn["advantage"] for turn in turns} == {round(value, 4) for value in of_tokens.tolist()}
+        view, start = sample["token_view"], 0
+        stretches = [part.split(":") for part in view["advantages"].split()]
+        assert [text for _, text in stretches if text != "-"] == [f"{turn['advantage']:.4g}" for turn in turns]
+        lengths, trained_text = [*map(int, view["lengths"].split())], ""
+        for count, text in stretches:
+            characters = sum(lengths[: int(count)])
+            trained_text += view["text"][start : start + characters] * (text != "-")
+            lengths, start = lengths[int(count) :], start + characters
+        assert all(turn["action"] in trained_text or "\ufffd" in view["text"] for turn in turns)
     assert trainer._logs["advantages"][0] == pytest.approx(trained[tuple(trainer.source.played[0].actions)].mean())
 
 

@@ -59,10 +59,31 @@ def test_a_prompt_of_the_first_generation_takes_the_part_of_the_first_group(tmp_
     assert [sample["prompt"] for sample in trainer.row(["36"] * 4)["samples"]][:2] == ["question", "question"]
 
 
+class FakeTokenizer:
+    """A vocabulary in the style of SentencePiece, in which the token 0 pads."""
+
+    pad_token_id = 0
+
+    def __init__(self, secret: str):
+        self._names = {0: "<pad>", 2: "</s>", 5: "\u2581the", 6: secret or "<0x0A>", 7: "\u2581"}
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [self._names[token] for token in ids]
+
+    def decode(self, ids: list[int]) -> str:
+        texts = (self._names[token].replace("<0x0A>", "\n").replace("<pad>", "") for token in ids)
+        return "".join(texts).replace("\u2581", " ").removeprefix(" ")
+
+    def batch_decode(self, rows: list[list[int]], **_: Any) -> list[str]:
+        return [self.decode(ids) for ids in rows]
+
+
 class FakeTrainer:
     """TRL's state after a generation of two prompts with two completions each."""
 
-    def __init__(self, folder: Path, prompt: Any = "question", completion: Any = "text", samples: int = 4):
+    def __init__(
+        self, folder: Path, prompt: Any = "question", completion: Any = "text", samples: int = 4, secret: str = ""
+    ):
         self._samples_file = folder / "samples.jsonl"
         self.reward_func_names, self.num_generations = ["a", "b"], 2
         self.reward_weights = torch.tensor([1.0, 0.5])
@@ -73,11 +94,15 @@ class FakeTrainer:
             "completion": [completion] * 4,
             "advantages": [0.70710678, -0.70710678, 0.0, 0.0],
         }
-        self.eos_token_ids, self._tokenizer = [2], SimpleNamespace(pad_token_id=0)
+        self.eos_token_ids, self._tokenizer = [2], FakeTokenizer(secret)
+        self.output: dict[str, Any] = {
+            "completion_mask": torch.tensor([[1, 1, 0], [1, 1, 1], [1, 1, 0]]),
+            "advantages": torch.tensor([0.70710678, -0.70710678, 0.0]),
+        }
         self.completion_ids = [[5, 2], [5, 6, 7], [5, 0]]  # the fourth row belongs to another rank
 
     def row(self, answers: list[Any], episodes: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-        write_samples(self._samples_file, self, answers, self.completion_ids, episodes)
+        write_samples(self._samples_file, self, answers, self.completion_ids, self.output, episodes)
         line = self._samples_file.read_text().splitlines()[-1]
         return json.loads(line)
 
@@ -94,12 +119,38 @@ def test_a_row_holds_texts_scores_and_advantages(tmp_path: Path) -> None:
         "advantage": 0.7071,
         "tokens": 2,
         "truncated": False,
+        "token_view": {"text": " the</s>", "lengths": "4 4", "advantages": "2:0.7071"},
     }
     lengths = [(sample.get("tokens"), sample.get("truncated")) for sample in row["samples"]]
     assert lengths == [(2, False), (3, True), (None, None), (2, False)]
     assert [sample["answer"] for sample in row["samples"]] == ["36", "36", "7", "7"]
     assert {"a": 0.3333, "b": 1.0} in [sample["rewards"] for sample in row["samples"]]
     assert row["samples"][3]["rewards"] == {"a": None, "b": None} and row["samples"][3]["reward"] is None
+
+
+def test_tokens_have_advantages_masks_and_log_probs(tmp_path: Path) -> None:
+    trainer = FakeTrainer(tmp_path)
+    trainer.output |= {
+        "tool_mask": torch.tensor([[1, 1, 1], [1, 0, 1], [0, 0, 1]]),
+        "advantages": torch.tensor([[0.5, 0.25, 9.0], [-1.0, 9.0, -1.0], [9.0, 9.0, 9.0]]),
+        "sampling_per_token_logps": torch.tensor([[-0.12345, NAN, 9.0], [-2.0, 0.0, -0.0], [-1.0, -1.0, 9.0]]),
+    }
+    views = [sample.get("token_view") for sample in trainer.row([None] * 4)["samples"]]
+    assert views == [
+        {"text": " the</s>", "lengths": "4 4", "advantages": "1:0.5 1:0.25", "logprobs": "-0.123 nan"},
+        {"text": " the\n ", "lengths": "4 1 1", "advantages": "1:-1 1:- 1:-1", "logprobs": "-2 0 0"},
+        None,  # of another rank
+        {"text": " the<pad>", "lengths": "4 5", "advantages": "2:-", "logprobs": "-1 -1"},
+    ]
+
+
+def test_few_tokens_and_none_of_a_text_with_a_secret_are_kept(tmp_path: Path) -> None:
+    trainer = FakeTrainer(tmp_path, secret="hf_" + "abcdefghij" * 2)
+    trainer.completion_ids[:2] = [[5] * 2000, [7, 6, 7]]
+    trainer.output["completion_mask"] = torch.ones(3, 2000)
+    first, secret, *_ = trainer.row([None] * 4)["samples"]
+    assert first["tokens"] == 2000 and first["token_view"]["lengths"].split() == ["4"] * 512
+    assert "token_view" not in secret and "hf_" not in json.dumps(secret)
 
 
 def test_chat_messages_are_kept_under_their_roles(tmp_path: Path) -> None:
@@ -147,6 +198,14 @@ def test_training_writes_a_row_a_generation(tmp_path: Path, samples: int) -> Non
             assert sample["answer"] == str(int(first) + int(second))
             assert sample["reward"] == sample["rewards"]["different_characters"]
             assert sample["reward"] is None or sample["reward"] == len(set(sample["completion"]))
+            view, lengths = sample["token_view"], [*map(int, sample["token_view"]["lengths"].split())]
+            assert len(lengths) == sample["tokens"] and sum(lengths) == len(view["text"])
+            assert view["text"].startswith(sample["completion"]) or "\ufffd" in view["text"]
+            assert float(view["advantages"].removeprefix(f"{len(lengths)}:")) == pytest.approx(
+                sample["advantage"], abs=1e-3
+            )
+            logprobs = [*map(float, view["logprobs"].split())]  # of the policy before the first of two steps
+            assert len(logprobs) == len(lengths) and all(-20 < logprob < 0 for logprob in logprobs)
 
 
 @pytest.mark.slow

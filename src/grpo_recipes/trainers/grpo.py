@@ -94,6 +94,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.sampler: RepeatSampler | None = None  # the order of the prompts; None for a stream
         self.temperature_B: torch.Tensor | None = None  # (B,) for the current rows, if they differ from the recipe's
         self._shared_logps = SharedComputation()
+        self._completion_ids: list[list[int]] = []  # tokens of the rank's last batch
         self._samples_file = run_dir / "samples.jsonl"
         with building_vllm_client(args, run_dir, stop), loaded_by_every_rank(args), configured_reference(args):
             super().__init__(args=args, **kwargs)
@@ -229,7 +230,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             if self.accelerator.is_main_process and self.args.report_samples > 0:
                 episodes = self.source.records if self.source else None
                 answers = [row.get("answer") for row in inputs]
-                write_samples(self._samples_file, self, answers, self.completion_ids, episodes)
+                write_samples(self._samples_file, self, answers, self._completion_ids, output, episodes)
         self.checks.check_server(output, synced=self.rollouts.transfers != transfers)
         if self.source is not None:
             self.source.finish_generation(output)
@@ -248,6 +249,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         generated = super()._generate(prompts)
         if self.dynamic_sampling is not None and self.model.training:
             self.dynamic_sampling.replace_groups(prompts, generated, super()._generate)
+        self._completion_ids = generated[1]
         if self.source is None:
             return generated
         self.temperature_B = self.source.temperatures
@@ -276,7 +278,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.scoring.mark_unscored(rewards_BR, prompts, completions)
         if self.evaluation.rewards is not None:
             self.evaluation.add(rewards_BR, completions)
-        self.rewards_BR, self.completion_ids = rewards_BR, completion_ids_list
+        self.rewards_BR = rewards_BR
         return rewards_BR
 
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:

@@ -6,28 +6,30 @@ one, otherwise the first group, and the group with the largest difference in rew
 
 import json
 import math
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from grpo_recipes.evaluate.scores import sum_weighted_rewards
 from grpo_recipes.runs.rundir import load_json_mapping
-from grpo_recipes.secrets import mask_secrets
+from grpo_recipes.secrets import contains_secret, mask_secrets
 from grpo_recipes.trainers.metrics import append_json, to_json_number
 from grpo_recipes.trainers.protocol import InnerTrainer
 
 LONGEST_TEXT = 4000  # characters
+_MOST_TOKENS = 512  # recorded tokens of a completion
 _LONGEST_EPISODE = 16_000  # characters of all texts of an episode
 _SHORTEST_CUT = 200  # least characters of a cut text of an episode
 
 
 def write_samples(
-    file: Path, trainer: InnerTrainer, answers: list[Any], completion_ids: list[list[int]],
+    file: Path, trainer: InnerTrainer, answers: list[Any], completion_ids: list[list[int]], output: dict[str, Any],
     episodes: list[dict[str, Any]] | None = None,
 ) -> None:  # fmt: skip
     """Append a row to ``file``: all rewards of the generation that TRL just logged, and some completions to read.
 
-    ``answers`` and ``completion_ids`` are the reference answers and the tokens of rank 0's rows. ``episodes`` are the
-    records of completions, (B,), that come from environments.
+    ``answers``, ``completion_ids`` and ``output`` are the reference answers, the tokens and the loss inputs of rank 0's
+    rows. ``episodes`` are the records of completions, (B,), that come from environments.
     """
     logs, group_size, names = trainer._logs, trainer.num_generations, trainer.reward_func_names
     prompts, completions, advantages = (list(logs[name]) for name in ("prompt", "completion", "advantages"))
@@ -48,6 +50,7 @@ def write_samples(
                 "rewards": dict(zip(names, map(_round_or_none, rewards_BR[row].tolist()), strict=True)),
                 "advantage": _round_or_none(advantages[row]),
                 **(episode or _measure(trainer, completion_ids, row)),
+                **_record_tokens(trainer, completion_ids, output, row),
             }
         )
     append_json(file, {"step": trainer.state.global_step + 1, "rewards": totals, "samples": samples})
@@ -59,6 +62,48 @@ def _measure(trainer: InnerTrainer, completion_ids: list[list[int]], row: int) -
         return {}
     ends = [*trainer.eos_token_ids, trainer._tokenizer.pad_token_id]  # as in TRL's metrics
     return {"tokens": len(completion_ids[row]), "truncated": completion_ids[row][-1] not in ends}
+
+
+def _record_tokens(
+    trainer: InnerTrainer, completion_ids: list[list[int]], output: dict[str, Any], row: int
+) -> dict[str, Any]:
+    """Return the first 512 tokens of a completion as ``token_view``: texts, with lists of their other values as text.
+
+    ``advantages`` has stretches of tokens with one advantage, such as "40:0.5 12:-". A hyphen marks tokens that are not
+    trained. Return {} for a row of another rank, and for a text with a secret, because its tokens can't be masked.
+    """
+    tokenizer, ids = trainer._tokenizer, completion_ids[row] if row < len(completion_ids) else []
+    if not ids or contains_secret(tokenizer.decode(ids)):
+        return {}
+    texts = _decode_each(tokenizer, ids[:_MOST_TOKENS])
+    length = len(texts)
+    mask_BT = output["completion_mask"] * output.get("tool_mask", 1)
+    advantages = output["advantages"][row]  # of the row, or (T,) of its tokens
+    advantage_T = advantages[:length] if advantages.ndim else advantages.expand(length)
+    trained_T = zip(mask_BT[row, :length].tolist(), advantage_T.tolist(), strict=True)
+    stretches = groupby(f"{value + 0.0:.4g}" if is_trained else "-" for is_trained, value in trained_T)
+    view = {
+        "text": "".join(texts),
+        "lengths": " ".join(str(len(text)) for text in texts),
+        "advantages": " ".join(f"{len(list(tokens))}:{advantage}" for advantage, tokens in stretches),
+    }
+    logprobs = output.get("sampling_per_token_logps", output.get("old_per_token_logps"))
+    if logprobs is not None:
+        view["logprobs"] = " ".join(f"{logprob + 0.0:.3g}" for logprob in logprobs[row, :length].tolist())
+    return {"token_view": view}
+
+
+def _decode_each(tokenizer: Any, ids: list[int]) -> list[str]:
+    """Return the text of each token. A token without a text, such as a padding token, has its name in the vocabulary.
+
+    SentencePiece drops the space at the start of a text, so it is added again.
+    """
+    distinct, texts = list(dict.fromkeys(ids)), dict[int, str]()
+    decoded = tokenizer.batch_decode([[token] for token in distinct], clean_up_tokenization_spaces=False)
+    for token, name, text in zip(distinct, tokenizer.convert_ids_to_tokens(distinct), decoded, strict=True):
+        space = " " if name.startswith("\u2581") and not text.startswith(" ") else ""
+        texts[token] = space + text or name
+    return [texts[token] for token in ids]
 
 
 def _read_first_prompts(file: Path) -> set[str]:

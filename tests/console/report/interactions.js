@@ -94,6 +94,33 @@ const actions = {
     return { ...result, dots: dots(reward), only: seen(".curve", single).map((node) => node.dataset.label) };
   },
 
+  tokens: async ({ view, page, all, seen, figure, click, press }) => {
+    const open = async (fold) => {
+      fold.querySelector("summary").click();
+      await new Promise((done) => setTimeout(done, 50));
+      return all(".token", fold);
+    };
+    const folds = [];
+    for (const fold of seen(".steps .tokens")) {
+      const [tokens, text, reading] = [await open(fold), fold.querySelector(".token-text"), fold.querySelector(".token-reading")];
+      const result = { summary: fold.querySelector("summary").textContent, legend: reading.textContent, tokens: tokens.map((token) => token.textContent) };
+      result.kinds = tokens.map((token) => token.className.replace("token", "").trim());
+      result.grounds = tokens.map((token) => view.getComputedStyle(token).backgroundColor);
+      tokens[1].dispatchEvent(new view.PointerEvent("pointerover", { bubbles: true }));
+      result.hovered = reading.textContent;
+      result.keyed = ["ArrowRight", "ArrowRight", "ArrowLeft", "End", "Home"].map((key) => {
+        press(text, key);
+        return reading.textContent;
+      });
+      folds.push({ ...result, marked: all(".read", fold).map((token) => tokens.indexOf(token)), isReached: page.activeElement === text });
+    }
+    const width = page.documentElement.scrollWidth;
+    click(figure("Reward"), 0);
+    const copied = await open(page.querySelector(".reader .tokens"));
+    copied[0].dispatchEvent(new view.PointerEvent("pointerdown", { bubbles: true }));
+    return { folds, width, copied: [copied.length, page.querySelector(".reader .token-reading").textContent] };
+  },
+
   pin: async ({ page, all, seen, figure, click, press }) => {
     const panel = page.querySelector(".reader"), reward = figure("Reward"), cursor = () => seen(".cursor.pinned[d]").length;
     const read = () => [panel.hidden, panel.querySelector("b").textContent, cursor() > 12];

@@ -177,6 +177,13 @@ def two_samples() -> list[dict[str, Any]]:
     ]
 
 
+def token_view(tokens: list[str], advantages: str, logprobs: str = "") -> dict[str, Any]:
+    """Return the tokens of a sample as the trainer records them."""
+    lengths = " ".join(str(len(token)) for token in tokens)
+    view = {"text": "".join(tokens), "lengths": lengths, "advantages": advantages}
+    return {"token_view": view | ({"logprobs": logprobs} if logprobs else {})}
+
+
 def game_samples(turns: int = 10, **ended: str) -> list[dict[str, Any]]:
     """Return a sample of a game that a Doctor wins in ``turns`` turns. ``ended`` gives the reason of an early end."""
     begun = [{"role": "system", "content": "You are Player 2."}, {"role": "user", "content": "[GAME] Night falls."}]

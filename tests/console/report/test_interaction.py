@@ -14,7 +14,7 @@ import pytest
 from grpo_recipes.console.report.comparison import write_comparison
 from grpo_recipes.console.report.pages import write_report
 
-from .synthetic_runs import make_run, two_samples
+from .synthetic_runs import game_samples, make_run, token_view, two_samples
 from .test_browser import CHROMIUM, run_chromium
 
 HERE = Path(__file__).parent
@@ -172,3 +172,45 @@ def test_a_comparison_hides_a_group_in_all_charts_and_shows_minutes(tmp_path: Pa
     assert [name[:3] for name in result["sorted"]] == ["low"] * 3 + ["hig"] * 3
     assert result["smoothing"] == ["Lines are means over 5 steps.", "5 steps", "Lines are not smoothed."]
     assert result["sections"][:3] == ["Differences", "Runs", "Curves"]
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_tokens_are_colored_and_read_by_pointer_and_keyboard(tmp_path: Path, width: int) -> None:
+    right, wrong = two_samples()
+    texts = ["\n", "3", " <b>&", "\u200b", "\u4e16\U0001f600", "</s>"]
+    right |= token_view(texts, "4:2 2:0", "-0.1 -1 0 nan -2.3 -0.5")
+    wrong |= {**token_view(["no", "</s>"], "2:-1"), "tokens": 900}
+    run = make_run(tmp_path, steps=3, samples=[right, wrong])
+    write_report(run)
+    found = interact(tmp_path, run / "report.html", ["tokens"], width)["tokens"]
+    first, second = found["folds"]
+    assert 0 < found["width"] <= width
+    assert (first["summary"], second["summary"]) == ("6 tokens", "First 2 of 900 tokens")
+    assert first["legend"].startswith("Green: advantage above 0.") and "Gray: not trained" in first["legend"]
+    assert first["tokens"] == [*texts[:3], "U+200B", *texts[4:]]
+    assert (first["kinds"], second["kinds"]) == (["positive"] * 4 + [""] * 2, ["negative"] * 2)
+    assert first["hovered"] == '"3" \u00b7 token 2 of 6 \u00b7 trained \u00b7 advantage +2 \u00b7 log-prob -1 (37 %)'
+    third, fourth, again, end, home = first["keyed"]
+    assert third == again and third.startswith('" <b>&"') and third.endswith("log-prob 0 (100 %)")
+    assert fourth.endswith("advantage +2")  # vLLM gave no log-prob
+    assert end.endswith("token 6 of 6 \u00b7 trained \u00b7 advantage 0 \u00b7 log-prob -0.5 (61 %)")
+    assert home.startswith('"\\n" \u00b7 token 1 of 6') and first["marked"] == [0] and first["isReached"]
+    assert second["hovered"].endswith("trained \u00b7 advantage -1")
+    grounds = [first["grounds"][0], first["grounds"][4], second["grounds"][0]]
+    assert len(set(grounds)) == 3 and grounds[1] == "rgba(0, 0, 0, 0)"
+    strengths = [float(re.findall(r"[\d.]+", grounds[index])[-1]) for index in (0, 2)]
+    assert strengths == pytest.approx([0.42, 0.26])  # the largest advantage of the prompt is the strongest
+    assert found["copied"] == [6, home]
+
+
+def test_tokens_of_an_environment_are_gray_and_not_trained(tmp_path: Path) -> None:
+    (game,) = game_samples(2)
+    game |= token_view(["[1]", "<|end|>", "\n", "user", "[2]"], "2:0.5 2:- 1:-0.5", "-1 -1 0 0 -1")
+    run = make_run(tmp_path, steps=3, samples=[game])
+    write_report(run)
+    (fold,) = interact(tmp_path, run / "report.html", ["tokens"])["tokens"]["folds"]
+    assert fold["kinds"] == ["positive", "positive", "masked", "masked", "negative"]
+    assert fold["keyed"][:2] == [
+        '"\\n" \u00b7 token 3 of 5 \u00b7 not trained', '"user" \u00b7 token 4 of 5 \u00b7 not trained'
+    ]  # fmt: skip
+    assert len({*fold["grounds"]}) == 3

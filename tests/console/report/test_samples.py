@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.console.report.samples import pair_prompts
+from grpo_recipes.console.report.samples import pair_prompts, render_steps
+from grpo_recipes.console.report.tokens import read_tokens
 
-from .synthetic_runs import game_samples, make_run, two_samples
+from .synthetic_runs import game_samples, make_run, token_view, two_samples
 from .test_pages_run import page_of
 
 
@@ -73,10 +75,34 @@ def test_tokens_truncation_masks_and_advantages_of_turns_are_shown(tmp_path: Pat
     assert 'class="policy up-side"' in html and 'class="policy down-side"' in html
 
 
+def test_shown_tokens_are_limited_named_and_without_secrets(tmp_path: Path) -> None:
+    sample = token_view(["\u202e", " a", "\n"], "1:0.5 2:-", "-1 nan -3")
+    shown = read_tokens(sample, most=2)
+    assert shown is not None
+    assert (shown.text, shown.lengths, shown.count) == ("U+202E a", "6 2", 2)
+    assert (shown.advantages, shown.logprobs) == ("1:0.5 2:-", "100 -")
+    damaged = sample["token_view"] | {"lengths": "1 x"}
+    for view in (None, [], {}, {"text": 3}, damaged, token_view(["hf_", "abcdefghij" * 2], "2:1")["token_view"]):
+        assert read_tokens({"token_view": view}) is None
+    assert read_tokens({}) is None
+
+
+def test_the_most_tokens_that_fit_are_shown(tmp_path: Path) -> None:
+    counts = []
+    for number in (1, 24):
+        samples = [sample | token_view([" word"] * 512, "512:1", "-0.12 " * 512) for sample in two_samples()]
+        folder = make_run(tmp_path / str(number), steps=number, samples=samples)
+        html = "".join(render_steps(folder / "samples.jsonl", number - 1))
+        counts.append((html.count('class="tokens"'), *set(re.findall(r"(\d+) tokens", html))))
+        assert len(html) <= 155_000
+    assert counts == [(2, "512"), (48, "128")]
+
+
 def test_an_ordinary_run_has_a_page_below_500_kb(tmp_path: Path) -> None:
-    """A long run with every MaxEnt metric and with completions of 900 characters."""
+    """A long run with every MaxEnt metric and with completions of 900 characters and 250 tokens."""
     words = " ".join(f"step {number} of the solution" for number in range(40))
-    samples = [{**sample, "prompt": f"{prompt}: {words[:300]}", "completion": words[:900]}
+    tokens = token_view([" toke"] * 250, "250:0.5", "-0.12 " * 250)
+    samples = [{**sample, "prompt": f"{prompt}: {words[:300]}", "completion": words[:900], **tokens}
                for prompt in ("first", "second") for sample in two_samples()]  # fmt: skip
     folder = make_run(tmp_path, steps=1000, objective="listwise", samples=samples)
     page_of(folder)

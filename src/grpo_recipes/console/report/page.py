@@ -40,6 +40,7 @@ _SCRIPTS = (
     "linked.js",
     "export.js",
     "completions.js",
+    "tokens.js",
     "reader.js",
     "tables.js",
     "copy.js",
@@ -143,6 +144,11 @@ def _format_char_code(char: str) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"U+{code:04X}"
 
 
+def name_hidden_characters(text: str) -> str:
+    """Replace each character that hides or reorders others by its code as visible text."""
+    return re.sub(_HIDDEN, lambda match: _format_char_code(match[0]), text)
+
+
 def _finalize(value: Any) -> Any:
     """Return a value of a template with secrets masked and hidden characters named, before jinja2 escapes it.
 
@@ -150,11 +156,7 @@ def _finalize(value: Any) -> Any:
     """
     if value is None:
         return ""
-    return (
-        value
-        if isinstance(value, Markup)
-        else re.sub(_HIDDEN, lambda match: _format_char_code(match[0]), mask_secrets(str(value)))
-    )
+    return value if isinstance(value, Markup) else name_hidden_characters(mask_secrets(str(value)))
 
 
 def format_recipe_value(value: Any) -> str:

@@ -22,6 +22,7 @@ from grpo_recipes.console.report.page import (
 )
 from grpo_recipes.console.report.read import RunRecord, read_rows, read_run
 from grpo_recipes.console.report.samples import pair_prompts, render_steps
+from grpo_recipes.console.report.tokens import read_tokens
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.process.reports import plural
@@ -105,6 +106,7 @@ def render_run_page(
         curves=run_charts.make_curve_charts(run), rows=rows, points=len(split_rows(rows)), window=choose_window(rows),
         others=charts, same=same, histogram=make_histogram(run.scored), baselines=BASELINES,
         steps=render_steps(samples_file, len(run.scored) - 1), pairs=pair_prompts(samples_file),
+        view_tokens=read_tokens,
         phase_chart=run_charts.make_phase_chart(run.metrics),
         phases=run_charts.PHASES, totals=totals,
         files=sorted(file.name for file in run.folder.iterdir() if not file.name.startswith((".", "report."))),

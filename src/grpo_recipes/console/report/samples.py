@@ -5,6 +5,7 @@ The file is read once to see which prompts recur, and once more to render the ch
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from markupsafe import Markup
 
 from grpo_recipes.console.report.page import render_fragment
 from grpo_recipes.console.report.read import Scored, read_scored_rows
+from grpo_recipes.console.report.tokens import read_tokens
 from grpo_recipes.console.report.transcripts import Transcript, read_transcript
 
-_MAX_STEPS, _MAX_MARKUP = 24, 180_000  # limits of the completions on a page: number of steps, and characters
+_MAX_STEPS, _MAX_MARKUP = 24, 155_000  # limits of the completions on a page: number of steps, and characters
+_TOKEN_LIMITS = (512, 256, 128, 64, 32)  # shown tokens of each completion, at most
 _MAX_PAIRS = 4  # prompts at their first and last step
 
 Shown = tuple[Mapping[str, Any], Transcript | None]  # a sample, and its episode if it has one
@@ -58,18 +61,24 @@ def _get_group_key(shown: Shown) -> Key:
 def render_steps(path: Path, last: int) -> list[Markup]:
     """Return the HTML of the completions, one entry for each of at most 24 steps of the run.
 
-    The steps are spread evenly and include the row ``last``, the index of the last row. If the HTML exceeds 180,000
-    characters, the number of steps is halved until it fits.
+    The steps are spread evenly and include the row ``last``, the index of the last row. If the HTML exceeds 155,000
+    characters, fewer tokens of each completion are shown. Then the number of steps is halved until it fits.
     """
     chosen = {round(index * last / (_MAX_STEPS - 1)) for index in range(_MAX_STEPS)}
-    steps = [
-        render_fragment("completions.html.j2", "step", scored, group_samples(samples), index == last)
+    rows = [
+        (scored, group_samples(samples), index == last)
         for index, (scored, samples) in enumerate(read_scored_rows(path))
         if index in chosen and samples
     ]
-    while len(steps) > 1 and sum(map(len, steps)) > _MAX_MARKUP:
-        steps = [*steps[:-2:2], steps[-1]]
-    return steps
+    while True:
+        for most in _TOKEN_LIMITS:
+            view = partial(read_tokens, most=most)
+            steps = [render_fragment("completions.html.j2", "step", *row, view) for row in rows]
+            if sum(map(len, steps)) <= _MAX_MARKUP:
+                return steps
+        if len(rows) < 2:
+            return steps
+        rows = [*rows[:-2:2], rows[-1]]
 
 
 def pair_prompts(path: Path) -> list[PromptPair]:

@@ -76,7 +76,7 @@ for (const box of document.querySelectorAll(".steps")) {
         const isKind = kind.value === "" || kindsOf(completion).includes(kind.value);
         const matches = promptMatches || text(completion).includes(query);
         completion.hidden = !(isStep && isKind && matches && isInside(completion.dataset.reward, limits.reward));
-        for (const folded of completion.querySelectorAll("details")) folded.open = query !== "" && text(folded).includes(query);
+        for (const folded of completion.querySelectorAll("details:not(.tokens)")) folded.open = query !== "" && text(folded).includes(query);
         hits += !completion.hidden;
       }
       group.hidden = !group.querySelector(".completion:not([hidden])");

@@ -11,7 +11,7 @@ function copyText(text) {
   return isCopied ? Promise.resolve() : Promise.reject(new Error("copy"));
 }
 
-for (const node of document.querySelectorAll("pre, .trouble code, #files p code")) {
+for (const node of document.querySelectorAll("pre:not(.token-text), .trouble code, #files p code")) {
   const copy = button("Copy", "", () => {});
   copy.className = "copy";
   if (node.matches("pre")) {

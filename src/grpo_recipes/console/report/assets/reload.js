@@ -1,6 +1,6 @@
 // Reload the page of a running run, less often the older the page is. Charts, open folds and the chosen step are restored.
 // A page of `grpo dashboard` has another script that reloads it, and sends "report:reload" before.
-const folds = () => [...document.querySelectorAll("details:not(.step)")];
+const folds = () => [...document.querySelectorAll("details:not(.step, .tokens)")];
 memory.add("folds", () => folds().map((fold) => fold.open), (state) => {
   folds().forEach((fold, index) => { fold.open = Boolean(state[index]); });
 });
