@@ -79,9 +79,8 @@ def limit_note(recipe: Recipe) -> str | None:
     name, ratio, tau = recipe.maxent.objective or "", weight_ratio(recipe), _tau(recipe)
     if task_of(recipe) != MAXENT or tau is None or _targets(recipe):
         return None
-    weight = (
-        f"maxent_objective: {name} with tau {tau:g}: a right answer weighs {format_ratio(ratio)} what a wrong one does"
-    )
+    times = format_ratio(ratio)
+    weight = f"maxent_objective: {name} with tau {tau:g}: a right answer weighs {times} as much as a wrong answer"
     if ratio < _EQUAL_RATIO:
         methods = {"tempered": "this is Dr.GRPO", "weighted_mle": "this is training on the policy's own samples"}
         key = "maxent_beta" if targets_q(recipe) and weight_ratio(recipe, 0.0) < _EQUAL_RATIO else "maxent_tau"
@@ -207,14 +206,15 @@ RULES = (
         and set_by_user(r, "maxent_tau_lr maxent_tau_min maxent_tau_max maxent_tau_warmup_steps"),
         "'{item}' changes nothing without a target: tau is fixed", f"{{removal}}, or add {next(iter(TAU_TARGETS))}"),
     Rule("{item}", lambda r: _targets(r)[1:],
-        lambda r, key: f"{key} stands beside {_targets(r)[0]}, and tau can follow only one target", "keep one of them"),
+        lambda r, key: f"{key} and {_targets(r)[0]} are both set, and tau can follow only one target",
+        "keep one of them"),
     Rule("{item}", _unreachable_targets,
-        lambda r, key: f"{key} {r[key]:g} is not between {_LIMITED[key][1]}, that of all weight on one completion, and "
-        f"{_LIMITED[key][0]} ({_equal_weights(r, key):g}), that of equal weights", 
+        lambda r, key: f"{key} {r[key]:g} is not between {_LIMITED[key][1]} (all weight on one completion) and "
+        f"{_LIMITED[key][0]} = {_equal_weights(r, key):g} (equal weights)", 
         lambda r, key: f"set {key}: {(_LIMITED[key][1] + _equal_weights(r, key)) / 2:.3g}"),
     Rule(_RATIO, lambda r: _target(r) == [_RATIO] and r[_RATIO] > weight_ratio(r, r.maxent.tau_min),
         lambda r, _: f"{_RATIO} {r[_RATIO]:g} is out of reach: at maxent_tau_min {r.maxent.tau_min:g} a right "
-        f"answer weighs {format_ratio(weight_ratio(r, r.maxent.tau_min))} what a wrong one does",
+        f"answer weighs {format_ratio(weight_ratio(r, r.maxent.tau_min))} as much as a wrong answer",
         "lower it, or lower maxent_tau_min or maxent_beta"),
     Rule("maxent_tau_lr", lambda r: _target(r) == [_RATIO] and r.maxent.tau_lr >= 2,
         "maxent_tau_lr {maxent_tau_lr:g} takes tau further past maxent_target_ratio with each step",
@@ -232,7 +232,7 @@ RULES = (
         "write beta (init_kl_coeff) above 0, e.g. beta: 0.04"),
     Rule("{item}", lambda r: ["kl_beta_min" if r.is_set("kl_beta_min") else "beta"]
         if r.loss.kl_target is not None and 0 < r.loss.beta < r.loss.kl_beta_min else [],
-        "kl_beta_min {kl_beta_min:g} is above beta (init_kl_coeff) {beta:g}, where the controller starts",
+        "kl_beta_min {kl_beta_min:g} is above beta (init_kl_coeff) {beta:g}, the first value of the controller",
         lambda r, _: f"write kl_beta_min: {r.loss.beta / 100:g}, or a larger beta"),
     Rule("ref_model_name_or_path",
         lambda r: r.loss.ref_model_name_or_path and r.loss.beta == 0 and not (targets_q(r) and r.maxent.beta > 0),

@@ -175,6 +175,7 @@ class CompletionClient:
         errors: list[openai.APIError] = []
 
         def request_models() -> tuple[dict[str, str | None]] | None:
+            """Return the served models in a tuple, which is true even if there are none, or None without an answer."""
             try:
                 return (asyncio.run(self._request_models_once()),)
             except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
