@@ -109,7 +109,7 @@ def test_fingerprint_depends_on_every_setting():
         smoke.hash_settings(tied=True),
         smoke.hash_settings(dtype="bfloat16"),
         smoke.hash_settings(phases=FEW_STEPS),
-        smoke.hash_settings(mafia=True),
+        smoke.hash_settings(name=smoke.MAFIA),
     ]
     assert len(set(keys)) == len(keys)
 
@@ -191,7 +191,7 @@ def test_the_model_of_secret_mafia_reads_the_game_in_a_few_tokens(tmp_path, monk
 
     few = tuple(phase._replace(steps=2, copies=2) for phase in smoke.MAFIA_PHASES)
     monkeypatch.setattr(smoke, "MAFIA_GAMES", 4)
-    smoke.make_smoke_task(tmp_path / "made", phases=few, on_games=pretrain)
+    smoke.make_smoke_task(tmp_path / "made", phases=few, name=smoke.MAFIA, on_episodes=pretrain)
     assert [path.name for path in sorted((tmp_path / "made").iterdir())] == ["COMPLETE", "model"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "made" / "model")
     assert len(tokenizer) == transformers.AutoConfig.from_pretrained(tmp_path / "made" / "model").vocab_size
@@ -211,7 +211,7 @@ def test_the_model_of_secret_mafia_saw_well_formed_moves_and_is_flattened(monkey
     monkeypatch.setattr(smoke, "MAFIA_GAMES", 60)
     from grpo_recipes.extensions.environments.smoke_games import _make_games, pretrain
 
-    tokenizer = smoke.build_tokenizer(mafia=True)
+    tokenizer = smoke.build_tokenizer(smoke.MAFIA)
     games = _make_games(tokenizer, 0)
     moves = [tokenizer.decode([label for label in labels if label >= 0]).split(smoke.END)[:-1] for _, labels in games]
     assert all(re.fullmatch(r"\[[0-5]\]", move) for game in moves for move in game) and all(moves)

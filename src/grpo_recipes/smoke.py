@@ -2,8 +2,8 @@
 
 ``python -m grpo_recipes.smoke OUT_DIR`` writes ``model/``, ``train.jsonl`` and ``test.jsonl`` within a minute on a
 single CPU core. GRPO can improve the model: it knows the right answers, but samples them only half of the time.
-``smoke_folder`` and ``smoke_command`` find and make a built-in task. The task ``smoke:mafia`` has no dataset; an
-extension trains its model on games.
+``smoke_folder`` and ``smoke_command`` find and make a built-in task. The tasks ``smoke:mafia`` and ``smoke:tools`` have
+no dataset; an extension trains their models on episodes.
 
 The model of sums was trained only on the 80 training sums, first with right answers, then with answers of which nearly
 half were wrong, drawn again for every batch. It never saw a held-out sum. Every held-out sum ``a+b`` has its mirror
@@ -39,8 +39,11 @@ MAX_POSITIONS = 4096
 SMOKE_SCHEME = "smoke:"  # begins a model_name_or_path or a dataset_name
 UNTRAINED = "smoke:untrained"  # random weights; its rows have a third column for supervised fine-tuning
 SMOKE_DATA = ("smoke:sums", "smoke:sums-tied", UNTRAINED)  # models with rows
-# The model of SecretMafia is trained on games, which the extension of environments plays.
-_GAMES = "grpo_recipes.extensions.environments.smoke_games"
+MAFIA, TOOLS = "smoke:mafia", "smoke:tools"  # models that the extension of environments trains on its episodes
+_EPISODES = {
+    MAFIA: "grpo_recipes.extensions.environments.smoke_games",
+    TOOLS: "grpo_recipes.extensions.environments.smoke_tools",
+}
 Row = dict[str, str]
 
 PAD, END = "<|endoftext|>", "<|im_end|>"  # Qwen's tokens
@@ -79,6 +82,16 @@ MAFIA_GAMES = 2400
 MAFIA_PHASES = (Phase(steps=1000, copies=16, wrong_share=0.0, lr=3e-3, weight_decay=0.1),)  # copies: games in a batch
 MAFIA_TEMPERATURE = 2.2  # flat enough that it wins about as often as moves drawn at random
 
+# The model with tools: its items and its calls, as words of one token each.
+SHOP_ITEMS = ("apple", "bean", "corn", "date", "fig", "grape", "kiwi", "leek", "mango", "nut", "olive", "pear")
+SHOP_CALLS = (
+    '<tool_call>{"name": "price", "arguments": {"item": "', '"}}</tool_call>',
+    '<tool_call>{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}</tool_call>",
+)  # fmt: skip
+SHOP_WORDS = (*SHOP_CALLS, *SHOP_ITEMS, "price", "multiply", "<tool_call>")
+SHOP_PHASES = (Phase(steps=400, copies=32, wrong_share=0.5, lr=3e-3, weight_decay=0.1),)  # copies: episodes in a batch
+_WORDS = {MAFIA: MAFIA_WORDS, TOOLS: SHOP_WORDS}
+
 # Strong weight decay on clean answers makes the model add instead of memorising; the second phase only flattens its
 # answers, gently enough to keep that. It samples right answers a little less often than it saw them: a wrong share of
 # 0.45 gives a sampled accuracy of about 0.5.
@@ -89,7 +102,7 @@ PHASES = (
 
 
 def hash_settings(
-    seed: int = 0, tied: bool = False, dtype: str = "float32", phases: Phases = PHASES, mafia: bool = False
+    seed: int = 0, tied: bool = False, dtype: str = "float32", phases: Phases = PHASES, name: str = ""
 ) -> str:
     """Hash all settings that decide the files of ``make_smoke_task``; return 12 hex digits, the key of its cache."""
     decided = (
@@ -98,22 +111,22 @@ def hash_settings(
         tied,
         dtype,
         phases,
-        *((MAFIA_GAME, MAFIA_WORDS, MAFIA_GAMES, MAFIA_TEMPERATURE) if mafia else ()),
+        *((MAFIA_GAME, MAFIA_WORDS, MAFIA_GAMES, MAFIA_TEMPERATURE) if name == MAFIA else ()),
+        *((SHOP_WORDS,) if name == TOOLS else ()),
     )
     return hashlib.sha256(repr(decided).encode()).hexdigest()[:12]
 
 
 def make_smoke_task(
     out_dir: Path, seed: int = 0, *, tied: bool = False, dtype: str = "float32", phases: Phases = PHASES,
-    on_games: Callable[[Qwen2ForCausalLM, PreTrainedTokenizerFast, int, Phases], None] | None = None,
+    name: str = "", on_episodes: Callable[[Qwen2ForCausalLM, PreTrainedTokenizerFast, int, Phases], None] | None = None,
 ) -> None:  # fmt: skip
     """Write the model and the data to `out_dir`, atomically; do nothing if they exist.
 
-    ``on_games`` trains the model of SecretMafia instead, which has no data. An OSError is raised if `out_dir` was made
-    with other settings or can't be written.
+    ``on_episodes`` trains the model ``name`` of an extension instead, which has no data. An OSError is raised if
+    `out_dir` was made with other settings or can't be written.
     """
-    mafia = on_games is not None
-    key = hash_settings(seed, tied, dtype, phases, mafia)
+    key = hash_settings(seed, tied, dtype, phases, name)
     if _is_complete(out_dir, key):
         return
     import torch
@@ -124,15 +137,15 @@ def make_smoke_task(
     threads = torch.get_num_threads()
     try:
         train, test = split_sums(seed, solutions=not phases)
-        for name, rows in () if mafia else (("train", train), ("test", test)):
-            (partial / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        tokenizer = build_tokenizer(mafia)
+        for split, rows in () if on_episodes else (("train", train), ("test", test)):
+            (partial / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        tokenizer = build_tokenizer(name)
         torch.set_num_threads(1)  # the order of a sum over threads changes its last bits
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = build_model(tokenizer, tied)
-            if on_games:
-                on_games(model, tokenizer, seed, phases)
+            if on_episodes:
+                on_episodes(model, tokenizer, seed, phases)
             else:
                 _pretrain(model, tokenizer, train, phases)
         _save_model(model, tokenizer, dtype, partial / "model")
@@ -169,10 +182,10 @@ def split_sums(seed: int = 0, solutions: bool = False) -> tuple[list[Row], list[
     return rows[: len(train)], rows[len(train) :]
 
 
-def build_tokenizer(mafia: bool = False) -> PreTrainedTokenizerFast:
+def build_tokenizer(name: str = "") -> PreTrainedTokenizerFast:
     """Return a byte-level tokenizer without merges: one token per ASCII character, lossless for text in NFC.
 
-    Special tokens, each of ``ANSWER_TAGS`` and, with ``mafia``, each of ``MAFIA_WORDS`` are also one token.
+    Special tokens, each of ``ANSWER_TAGS`` and each word of the model ``name`` are also one token.
 
     AutoTokenizer may load it as a `Qwen2Tokenizer`, because of the model's type. That class normalizes to NFC and
     requires a token `<|endoftext|>`. This tokenizer does both, so that both classes encode alike.
@@ -188,7 +201,7 @@ def build_tokenizer(mafia: bool = False) -> PreTrainedTokenizerFast:
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in (PAD, END, *ROLES)])
     # One token each, but ordinary ones: they must survive decoding with skip_special_tokens.
     backend.add_tokens(
-        [AddedToken(text, special=False, normalized=False) for text in (*ANSWER_TAGS, *(MAFIA_WORDS if mafia else ()))]
+        [AddedToken(text, special=False, normalized=False) for text in (*ANSWER_TAGS, *_WORDS.get(name, ()))]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token=PAD, eos_token=END, padding_side="left", chat_template=CHAT_TEMPLATE,
@@ -246,9 +259,9 @@ def _save_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, dty
 
 
 def list_smoke_tasks() -> tuple[str, ...]:
-    """Return the names of the built-in models; without the extension of environments SecretMafia has none."""
-    has_games = (Path(__file__).parent / "extensions/environments").is_dir()
-    return (*SMOKE_DATA, "smoke:mafia") if has_games else SMOKE_DATA
+    """Return the names of the built-in models. Models of episodes need the extension of environments."""
+    has_episodes = (Path(__file__).parent / "extensions/environments").is_dir()
+    return (*SMOKE_DATA, *_EPISODES) if has_episodes else SMOKE_DATA
 
 
 def smoke_folder(name: str, environment: Mapping[str, str]) -> Path:
@@ -257,17 +270,16 @@ def smoke_folder(name: str, environment: Mapping[str, str]) -> Path:
         message = f"there is no built-in '{name}'"
         raise config_error("model_name_or_path", message, f"write {' or '.join(list_smoke_tasks())}")
     task = name.removeprefix(SMOKE_SCHEME)
-    mafia = task == "mafia"
-    phases = () if name == UNTRAINED else MAFIA_PHASES if mafia else PHASES
-    key = hash_settings(tied=task.endswith("-tied"), phases=phases, mafia=mafia)
+    phases = {UNTRAINED: (), MAFIA: MAFIA_PHASES, TOOLS: SHOP_PHASES}.get(name, PHASES)
+    key = hash_settings(tied=task.endswith("-tied"), phases=phases, name=name)
     return cache_root(environment) / "smoke" / f"{task}-{key}"
 
 
 def smoke_command(name: str, environment: Mapping[str, str]) -> tuple[Path, list[str]]:
     """Return the folder of a built-in smoke task, and the command that makes it there (a minute; needs torch)."""
     folder = smoke_folder(name, environment)
-    if name == "smoke:mafia":
-        return folder, module_command(_GAMES, str(folder))
+    if name in _EPISODES:
+        return folder, module_command(_EPISODES[name], str(folder))
     options = {"smoke:sums-tied": ["--tie-word-embeddings"], UNTRAINED: ["--untrained"]}.get(name, [])
     return folder, module_command("grpo_recipes.smoke", str(folder), *options)
 

@@ -207,7 +207,7 @@ def test_prompts_must_come_from_a_dataset_with_one_split(tmp_path: Path, capsys)
     root = Path(__file__).resolve().parents[2]
     (tmp_path / "recipes").symlink_to(root / "recipes")
     example = "recipes/examples/two_sums.yaml"
-    assert "the prompts come from an environment" in refused([example, "--out", "o"], capsys)
+    assert "without the recipe's environment or tools" in refused([example, "--out", "o"], capsys)
     text = Path("my.yaml").read_text().replace("dataset_name: rows.jsonl", "")
     Path("mixed.yaml").write_text(f"{text}dataset_mixture: {{datasets: [{{id: rows.jsonl}}]}}\n")
     assert "--split" in refused(["mixed.yaml", "--out", "o", "--split", "test"], capsys)

@@ -197,7 +197,8 @@ def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
     producers = ("ahead", "checks", "dynamic_sampling", "grpo", "maxent")
     for name in (*(f"trainers/{name}" for name in producers), "weights/shared"):
         our_source += (REPOSITORY / f"src/grpo_recipes/{name}.py").read_text()
-    of_episodes = (REPOSITORY / "src/grpo_recipes/extensions/environments/episodes.py").read_text()
+    environments = REPOSITORY / "src/grpo_recipes/extensions/environments"
+    of_episodes = "".join((environments / f"{name}.py").read_text() for name in ("episodes", "tool_episodes"))
     of_the_loop = {"loss", "grad_norm", "learning_rate", "epoch"}  # transformers' own
     summary = prose(DOCS / "metrics.md").split("## samples.jsonl")[0]
     firsts = [line.split(" | ")[0] for line in summary.splitlines() if line.startswith("| `")]

@@ -12,6 +12,7 @@ from golden import compare_messages, golden_files
 from grpo_recipes import cli
 from grpo_recipes.recipe import Recipe, read_recipe
 from grpo_recipes.recipe.check import check, notes
+from grpo_recipes.recipe.sources import rollout_class, source_of, user_code
 
 GAME = Path(__file__).parents[1] / "rollouts/wild_environment.py"
 PLAYS = {"dataset_name": None, "environment": f"{GAME}:Sums", "reward_funcs": ["environment"]}
@@ -167,3 +168,25 @@ def test_variables_are_handed_to_environments(read: Read) -> None:
     (problem,) = check(recipe, {})
     assert "Fix: export GAME_DATA first" in str(problem)
     assert check(recipe, {"GAME_DATA": "x"}) == []
+
+
+def test_a_recipe_with_tools_keeps_its_dataset_and_rewards(read: Read) -> None:
+    own = Path(__file__).with_name("golden") / "environments/own.py"
+    keys = {"tools": [f"{own}:price"], "environment_timeout": 3.0, "environment_turn_length": 9, "max_tool_calls": 2}
+    recipe = read(**keys, reward_environment=["HOME"])
+    assert check(recipe, {"HOME": "/"}) == []
+    assert not any("does nothing" in note for note in notes(recipe))
+    assert source_of(recipe.__getitem__) is None and f"{own}:price" in user_code(recipe.__getitem__)
+    assert rollout_class(recipe.__getitem__).__name__ == "ToolEpisodes"
+    assert any("max_tool_calls does nothing without tools" in note for note in notes(read(max_tool_calls=2)))
+
+
+def test_the_plan_says_what_tools_may_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own, recipe = Path(__file__).with_name("golden") / "environments/own.py", tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model_name_or_path: smoke:sums\ndtype: float32\nbf16: false\ndataset_name: smoke:sums\n"
+        f"dataset_prompt_column: problem\ndataset_solution_column: answer\ntools: ['{own}:price']\n"
+        "max_completion_length: 64\nprompts_per_step: 4\nchat_template: '{{ tools }}{{ messages }}'\n"
+    )
+    assert cli.main(["plan", str(recipe)]) == 0
+    assert "tools price: at most 8 calls in an episode, and 32 tokens in a turn" in capsys.readouterr().out

@@ -91,4 +91,4 @@ def test_the_server_is_started_for_the_longer_completions_of_evaluations(read: R
 def test_an_episode_has_one_limit(read: Read) -> None:
     keys = STEPS | {"environment": "reasoning_gym:chain_sum", "reward_funcs": ["environment"]}
     problems = check(read(**keys | {"dataset_name": None, "eval_max_completion_length": 9}), {})
-    assert "does nothing with environment: evaluations use max_completion_length" in " ".join(map(str, problems))
+    assert "does nothing with environment or tools: evaluations use" in " ".join(map(str, problems))

@@ -24,7 +24,7 @@ from grpo_recipes.plan.commands import hub_environment
 from grpo_recipes.process.reports import say
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import SERVER_BACKENDS
-from grpo_recipes.recipe.sources import source_of
+from grpo_recipes.recipe.sources import sampler_of
 from grpo_recipes.smoke import SMOKE_SCHEME
 
 if TYPE_CHECKING:
@@ -140,10 +140,10 @@ def read_request_limits(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def require_dataset(recipe: Recipe) -> None:
-    """Raise ConfigError if the recipe's prompts come from environments and not from a dataset."""
-    if source_of(recipe.__getitem__):
-        fix = "use a recipe with a dataset_name"
-        raise config_error(display_path(recipe.path), "the prompts come from an environment, not from a dataset", fix)
+    """Raise ConfigError if the recipe's completions are episodes of environments or tools."""
+    if sampler_of(recipe.__getitem__):
+        problem = "the command samples without the recipe's environment or tools"
+        raise config_error(display_path(recipe.path), problem, "use a recipe with a dataset_name and without tools")
 
 
 def connect_to_server(url: str, backend: str, model: str | None, wait: float, **limits: Any) -> "CompletionClient":
@@ -207,7 +207,7 @@ def load_tokenizer(recipe: Recipe, name: str) -> Any:
     if recipe.model.name.startswith(SMOKE_SCHEME):
         from grpo_recipes.smoke import build_tokenizer
 
-        return build_tokenizer(mafia=recipe.model.name == "smoke:mafia")
+        return build_tokenizer(recipe.model.name)
     from transformers import AutoTokenizer
 
     def load_error(error: Exception) -> ConfigError:

@@ -33,7 +33,7 @@ from grpo_recipes.recipe.registry import (
     rewards,
 )
 from grpo_recipes.recipe.shapes import DataSource, Message, answer_of, chat_of
-from grpo_recipes.recipe.sources import source_of
+from grpo_recipes.recipe.sources import sampler_of
 from grpo_recipes.rewards.answers import extract_final_text
 from grpo_recipes.rewards.score import RewardWrapper, make_reward
 from grpo_recipes.rollouts.backends import Prompt, Sampling, Tokens, collect_sampling_keys, problem_seed
@@ -373,7 +373,7 @@ class Runner:
     def _is_played(self, name: str) -> bool:
         """Return whether the recipe's source of completions runs this benchmark itself, by playing episodes."""
         lookup = partial(getattr, self.args)
-        source = source_of(lookup)
+        source = sampler_of(lookup)
         return source is not None and name in source.benchmarks(lookup)
 
     def _make_scorer(self, name: str) -> Scorer:

@@ -47,7 +47,7 @@ def find_left_out_part(templates: Mapping[str, str], roles: list[str], tools: bo
             part = f"messages of the role {role}"
             if render("default", role, "1") == render("default", role, "2"):
                 return f"the template leaves out {part}"
-        part = "the tools of an environment"
+        part = "the tools"
         with_tools = "tool_use" if "tool_use" in by_name else "default"
         if tools and render(with_tools, "user", "1", tools=[TOOL]) == render("default", "user", "1"):
             return f"the template leaves out {part}"

@@ -51,7 +51,7 @@ from grpo_recipes.recipe.registry import (
 )
 from grpo_recipes.recipe.rules import Idle, Rule, isolates_rewards
 from grpo_recipes.recipe.shapes import COLUMN_KEYS
-from grpo_recipes.recipe.sources import requested_source, source_of
+from grpo_recipes.recipe.sources import requested_sampler, sampler_of
 from grpo_recipes.recipe.tasks import GRPO, requested_task, with_task
 from grpo_recipes.recipe.user_code import copy_path, find_comparison, function_source, spec_problem
 from grpo_recipes.recipe.weight_sync import sync_problems
@@ -226,7 +226,7 @@ def reward_notes(recipe: Recipe) -> Iterator[str]:
 
 def _benchmarks(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     """Yield problems of the names in ``benchmarks``, and of the columns of benchmark files."""
-    source = requested_source(recipe)
+    source = requested_sampler(recipe)
     played = source.benchmarks(recipe.__getitem__) if source else []
     for name in dict.fromkeys(recipe.evaluation.benchmarks):
         where = recipe.location("benchmarks")
@@ -269,7 +269,7 @@ _IDLE: tuple[Idle, ...] = (
         "a reward that calls a server, or your own in a child process"),
     Idle("reward_environment",
         lambda r: rewards_with_server().isdisjoint(r.rewards.funcs) and not isolates_rewards(r)
-            and not ((source := source_of(r.__getitem__)) and source.uses_reward_variables(r.__getitem__)),
+            and not ((source := sampler_of(r.__getitem__)) and source.uses_reward_variables(r.__getitem__)),
         "an environment, or your own reward in a child process"),
     Idle("benchmark_*", lambda r: not r.evaluation.benchmarks, "benchmarks"),
     Idle("maxent_length_normalize_ref", lambda r: maxent.targets_q(r) and r.maxent.beta == 0, "maxent_beta above 0"),

@@ -2,7 +2,7 @@
 
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.rules import COLOCATED, Rule, starts_server, uses_external_server
-from grpo_recipes.recipe.sources import requested_source
+from grpo_recipes.recipe.sources import requested_sampler
 
 # Describes the age of the sampling weights in plans, reports and messages.
 OFF_POLICY = "one step off-policy: the server samples the next generation while the trainers update"
@@ -24,8 +24,8 @@ RULES = (
     Rule("overlap_generation", lambda r: _overlaps(r) and uses_external_server(r),
         "overlap_generation needs the server that the launch starts, and vllm_server_base_url names another",
         "{removal}, or remove vllm_server_base_url"),
-    Rule("overlap_generation", lambda r: _overlaps(r) and requested_source(r),
-        "overlap_generation samples completions of prompts: the next prompts of environments are not known before",
+    Rule("overlap_generation", lambda r: _overlaps(r) and requested_sampler(r),
+        "overlap_generation samples whole completions ahead, but an environment or a tool answers between turns",
         "{removal}"),
     Rule("overlap_generation", lambda r: _overlaps(r) and r.server.weight_sync == "shared",
         "overlap_generation contradicts weight_sync: shared: an update would change the weights of a generation",

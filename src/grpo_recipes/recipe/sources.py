@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.extensions import Extension, extensions, parts
+from grpo_recipes.recipe.extensions import Extension, extensions, load, parts
 
 Lookup = Callable[[str], Any]  # returns the value of a recipe key
 
@@ -26,6 +26,14 @@ class PromptSource:
     def chosen(self, lookup: Lookup) -> bool:
         """Return whether a checked recipe uses this source."""
         return any(lookup(key) is not None for key in self.keys)
+
+    def reads_datasets(self, lookup: Lookup) -> bool:
+        """Return whether the source only samples: the prompts and rewards are the recipe's, as without a source."""
+        return False
+
+    def rollouts(self, lookup: Lookup) -> str:
+        """Return ``module:name`` of the class that samples; an empty text means the extension's ``rollouts``."""
+        return ""
 
     def requested(self, recipe: Recipe) -> bool:
         """Return whether a recipe requests this source, before the recipe is checked."""
@@ -49,7 +57,7 @@ class PromptSource:
 
 
 def extension_of(lookup: Lookup) -> Extension | None:
-    """Return the extension whose source a checked recipe uses; None if it reads datasets."""
+    """Return the extension whose source samples the completions of a checked recipe; None if TRL does."""
     for extension in extensions():
         source = extension.load("prompt_source")
         if source is not None and source.chosen(lookup):
@@ -57,22 +65,34 @@ def extension_of(lookup: Lookup) -> Extension | None:
     return None
 
 
-def source_of(lookup: Lookup) -> PromptSource | None:
-    """Return the source that a checked recipe uses; None if it reads datasets."""
+def sampler_of(lookup: Lookup) -> PromptSource | None:
+    """Return the source that samples the completions of a checked recipe; None if TRL does."""
     extension = extension_of(lookup)
     source: PromptSource | None = extension.load("prompt_source") if extension else None
     return source
 
 
+def source_of(lookup: Lookup) -> PromptSource | None:
+    """Return the source of a checked recipe's prompts; None if it reads datasets."""
+    source = sampler_of(lookup)
+    return None if source is None or source.reads_datasets(lookup) else source
+
+
 def rollout_class(lookup: Lookup) -> Any:
-    """Return the ``rollouts.source.Source`` class of the recipe's source; None if it reads datasets."""
-    extension = extension_of(lookup)
-    return extension.load("rollouts") if extension else None
+    """Return the ``rollouts.source.Source`` class that samples the completions of a recipe; None if TRL does."""
+    extension, source = extension_of(lookup), sampler_of(lookup)
+    return load(source.rollouts(lookup) or extension.rollouts) if extension and source else None
+
+
+def requested_sampler(recipe: Recipe) -> PromptSource | None:
+    """Return the source that a recipe requests to sample, before the recipe is checked; None if TRL samples."""
+    return next((source for source in parts("prompt_source") if source.requested(recipe)), None)
 
 
 def requested_source(recipe: Recipe) -> PromptSource | None:
-    """Return the source that a recipe requests, before the recipe is checked; None if it reads datasets."""
-    return next((source for source in parts("prompt_source") if source.requested(recipe)), None)
+    """Return the source of prompts that a recipe requests, before it is checked; None if it reads datasets."""
+    source = requested_sampler(recipe)
+    return None if source is None or source.reads_datasets(recipe.__getitem__) else source
 
 
 def source_keys() -> list[str]:
@@ -82,5 +102,5 @@ def source_keys() -> list[str]:
 
 def user_code(lookup: Lookup) -> list[str]:
     """Return the user's rewards and other user code of a recipe. A run keeps copies of the files."""
-    source = source_of(lookup)
+    source = sampler_of(lookup)
     return [*lookup("reward_funcs"), *(source.user_code(lookup) if source else ())]

@@ -40,9 +40,11 @@ class Renderer:
 
         Raise ConfigError if the template leaves out the tools.
         """
-        ids = self._render(turn.messages, True, tools=turn.tools or None)
-        if turn.tools and ids == self._render(turn.messages, True):
-            problem = "the template leaves out the tools of the environment"
+        if not turn.tools:
+            return self._render(turn.messages, True)
+        ids = self._render(turn.messages, True, tools=turn.tools)
+        if ids == self._render(turn.messages, True):
+            problem = "the template leaves out the tools"
             raise config_error("chat_template", problem, "add a chat_template that shows tools, or take another model")
         return ids
 
@@ -54,6 +56,9 @@ class Renderer:
         """
         prefix, end = self._rendered_turn
         rendered = self._render([*DUMMY, *messages], True)
+        if all(message["role"] == "tool" for message in messages):  # Qwen3 only moves its empty thought
+            tail = _find_common_end(rendered, self._render([*_OTHER, *messages], True))
+            prefix = rendered[: len(rendered) - len(tail) + 1] if tail[:1] == [end] else prefix
         if rendered[: len(prefix)] != prefix:
             problem = (
                 "the template changes earlier turns once more messages follow, so sampled tokens would not be kept"

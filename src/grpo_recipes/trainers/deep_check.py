@@ -27,7 +27,7 @@ from grpo_recipes.plan.devices import derive_batch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.configs import CONFIGS, CONFIGS_OF_ROWS, GRPOConfig, ModelConfig
 from grpo_recipes.recipe.registry import reward_keys, rewards
-from grpo_recipes.recipe.sources import extension_of
+from grpo_recipes.recipe.sources import extension_of, source_of
 from grpo_recipes.recipe.tasks import added_task
 from grpo_recipes.recipe.user_code import source_path
 from grpo_recipes.rewards.probe import describe_unpaid, find_problems, probe_rewards, read_first_rows
@@ -65,7 +65,8 @@ def check_deeply(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
     source = extension_of(recipe.__getitem__)
     data_lines: list[str] = []
     has_data = all(asset.kind == MODEL for asset in sources.missing)
-    if source is None and has_data and (sample := collect_problems(read_first_rows, recipe, SAMPLE, sources.lookup)):
+    reads_datasets = source_of(recipe.__getitem__) is None
+    if reads_datasets and has_data and (sample := collect_problems(read_first_rows, recipe, SAMPLE, sources.lookup)):
         rows, counts = sample
         if configs and not sources.missing:
             data_lines += collect_problems(_check_prompts, rows, DeepCheck(recipe, *configs, sources)) or []
@@ -80,7 +81,7 @@ def check_deeply(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
     if recipe.lora.use_peft:
         lines.append(f"adapter    on {_count_adapted_layers(recipe, *configs)} layers")
     if source is not None and (deep_check := source.load("deep_check")):
-        return [*lines, *deep_check(DeepCheck(recipe, *configs, sources))]
+        lines += deep_check(DeepCheck(recipe, *configs, sources))
     return lines + data_lines
 
 
@@ -98,7 +99,7 @@ class DeepCheck:
         where, fix = self.recipe.location("model_name_or_path"), "set a model with tokenizer files"
         with as_config_error((OSError, ValueError), where, "the tokenizer can't be loaded", fix):
             if _is_smoke(self.recipe):
-                return smoke.build_tokenizer(mafia=self.recipe.model.name == "smoke:mafia")
+                return smoke.build_tokenizer(self.recipe.model.name)
             return load_tokenizer(self.model_args, self.args)
 
     def stops(self) -> list[int]:

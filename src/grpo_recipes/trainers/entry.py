@@ -22,7 +22,7 @@ from grpo_recipes.evaluate.benchmarks import UntrainedBenchmarks, run_benchmarks
 from grpo_recipes.fetch.assets import find_fetched_datasets
 from grpo_recipes.process.reports import run_folder
 from grpo_recipes.recipe.configs import CONFIGS, GRPOConfig, ScriptArguments
-from grpo_recipes.recipe.sources import rollout_class
+from grpo_recipes.recipe.sources import rollout_class, source_of
 from grpo_recipes.recipe.user_code import load_object
 from grpo_recipes.rewards.load import load_rewards
 from grpo_recipes.rollouts.source import Source
@@ -63,9 +63,10 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         rank.wait_for_first_server(run, args.vllm_server_timeout, stop)
         exit_if_stopped(stop, run, args.device)
         tokenizer = load_tokenizer(model_args, args)
-        fetched, source_class = find_fetched_datasets(run), rollout_class(partial(getattr, script_args))
-        prompts, held_out = _load_datasets(script_args, args, tokenizer, fetched, source_class)
-        source = source_class(script_args, args, run) if source_class else None
+        source_class = rollout_class(partial(getattr, script_args))
+        source: Source | None = source_class(script_args, args, run) if source_class else None
+        fetched = find_fetched_datasets(run)
+        prompts, held_out = _load_datasets(script_args, args, tokenizer, fetched, source)
         continue_tracked_runs(args, run)
         args.model_init_kwargs = model_init_kwargs(model_args, args)
         exit_if_stopped(stop, run, args.device)
@@ -108,20 +109,20 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
 
 def _load_datasets(
     script_args: ScriptArguments, args: GRPOConfig, tokenizer: PreTrainedTokenizerBase, fetched: Fetched,
-    source_class: type[Source] | None,
+    source: Source | None,
 ) -> tuple[Prompts, Prompts | None]:  # fmt: skip
     """Return the prompts to train on and to evaluate on, from the recipe's datasets or its source of rollouts.
 
     The second is None if ``eval_strategy`` is ``no``.
     """
     least, evaluates = args.generation_batch_size // args.num_generations, args.eval_strategy != "no"
-    if source_class is None:
+    if source is None or source_of(partial(getattr, script_args)) is None:
         common = args.seed, args.chat_template_kwargs, fetched
         prompts = load_prompts(script_args, tokenizer, least, *common)
         return prompts, load_eval_prompts(script_args, tokenizer, *common) if evaluates else None
     make_renderer(script_args.chat_template, tokenizer, args.chat_template_kwargs)
-    prompts = source_class.training_prompts(script_args, args.seed, least)
-    return prompts, source_class.evaluation_prompts(script_args) if evaluates else None
+    prompts = source.training_prompts(script_args, args.seed, least)
+    return prompts, source.evaluation_prompts(script_args) if evaluates else None
 
 
 def exit_if_stopped(stop: StopRequest, run: Path, device: torch.device) -> None:

@@ -5,7 +5,7 @@ from grpo_recipes.recipe.extensions import Extension
 EXTENSION = Extension(
     "environments",
     keys="grpo_recipes.extensions.environments.arguments:EnvironmentArguments",
-    search_words={"environment": "tools multi-turn game agent"},
+    search_words={"environment": "multi-turn game agent", "tools": "function calling agent calculator search"},
     rules="grpo_recipes.extensions.environments.rules:RULES",
     checks="grpo_recipes.extensions.environments.rules:CHECKS",
     idle="grpo_recipes.extensions.environments.rules:IDLE",

@@ -37,7 +37,12 @@ class EnvironmentArguments:
     environment_memory_gib: float = key(4.0, "Memory limit in GiB of a process that runs environments.", min=0.1)
     environment_workers: int | None = key(None,
         "Number of processes that run environments; by default 1 per 2 cores, at most 8.", min=1, max=1024)
-    environment_network: bool = key(False, "Whether environments may use the network.")
+    environment_network: bool = key(False, "Whether environments and tools may use the network.")
+    tools: list[str] | None = key(None,
+        "Functions that the policy may call before it answers a prompt of the dataset: module:function or "
+        "file.py:function, with type hints and a docstring. The keys environment_timeout, environment_memory_gib, "
+        "environment_workers, environment_network and environment_turn_length apply to them.")
+    max_tool_calls: int = key(8, "Maximum tool calls in an episode; further calls end it.", min=1, max=MOST_ROWS)
 
 
 @dataclass
@@ -69,3 +74,5 @@ class EnvironmentKeys(Section):
     credit = Key[str]("environment_credit")
     timeout = Key[float]("environment_timeout")
     network = Key[bool]("environment_network")
+    tools = Key[list[str] | None]("tools")
+    max_tool_calls = Key[int]("max_tool_calls")

@@ -14,8 +14,10 @@ from grpo_recipes.extensions.environments.arguments import EnvironmentKeys
 from grpo_recipes.extensions.environments.episode import play_turns
 from grpo_recipes.extensions.environments.games import Game
 from grpo_recipes.extensions.environments.recipe import list_episode_environments
+from grpo_recipes.extensions.environments.tools import CallParser, describe_tools, name_of
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.rollouts.renderer import Renderer
+from grpo_recipes.recipe.user_code import REWARD_COPIES
+from grpo_recipes.rollouts.renderer import DUMMY, Renderer
 from grpo_recipes.rollouts.turns import Turn
 from grpo_recipes.trainers.deep_check import ANSWER, DeepCheck
 
@@ -26,11 +28,14 @@ _MOVE = re.compile(r"\[(?!GAME\]|Player )[^\[\]\n]{1,60}\]")  # a move in bracke
 def play_episodes(check: DeepCheck) -> list[str]:
     """Play an episode of each environment in a child process; return lines with a summary and the transcript of each.
 
-    Raise ConfigError if an episode fails, or the chat template can't render its messages.
+    If the recipe has tools instead, return a line about them. Raise ConfigError if an episode fails, a tool can't be
+    described, or the chat template can't render the messages or tools.
     """
     recipe, tokenizer = check.recipe, check.tokenizer()
     make_renderer(recipe.model.chat_template, tokenizer, recipe.model.chat_template_kwargs)
     renderer = Renderer(tokenizer, recipe.model.chat_template_kwargs, check.stops())
+    if EnvironmentKeys(recipe).tools:
+        return [_describe_tools(recipe, tokenizer, renderer)]
     multi_turn = EnvironmentKeys(recipe).max_turns > 1
     end = [renderer.end()] if multi_turn else []
     lines: list[str] = []
@@ -50,6 +55,15 @@ def play_episodes(check: DeepCheck) -> list[str]:
             lines += [f"  [{message['role']}] {shorten(message['content'])}" for message in turn.messages]
             lines += [f"  [policy] {action}"] if action is not None else []
     return lines
+
+
+def _describe_tools(recipe: Recipe, tokenizer: Any, renderer: Renderer) -> str:
+    """Return a line with the tools' names and their tokens in each prompt."""
+    tools = list(describe_tools(recipe.__getitem__, recipe.path.parent / REWARD_COPIES).values())
+    CallParser(tokenizer, tools)
+    tokens = len(renderer.prompt(Turn(DUMMY[:1], tools=tools))) - len(renderer.prompt(Turn(DUMMY[:1])))
+    renderer.between([{"role": "tool", "name": name_of(tools[0]), "content": "0"}], [renderer.end()])
+    return f"tools      {', '.join(map(name_of, tools))}; {tokens} tokens in each prompt"
 
 
 def _play_episode(recipe: Recipe, index: int) -> tuple[list[Turn], list[str]]:

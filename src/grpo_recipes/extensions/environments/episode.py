@@ -151,16 +151,20 @@ class Episode:
         return record | {name: reason for name, reason in reasons.items() if reason}
 
 
-def make_environment_pool(recipe: Callable[[str], Any], copies: Path | None, workers: int | None = None) -> RewardPool:
-    """Create a pool of child processes that run a recipe's environments with its limits; do not start it.
+def make_environment_pool(
+    recipe: Callable[[str], Any], copies: Path | None, workers: int | None = None, function: str = PLAY,
+    timeout: float | None = None,
+) -> RewardPool:  # fmt: skip
+    """Create a pool of child processes that run a recipe's environments or tools with its limits; do not start it.
 
     ``recipe`` looks up a key, ``copies`` is the folder with the run's copies of the user's code, and ``workers`` is the
-    number of processes, by default environment_workers.
+    number of processes, by default environment_workers. The processes call ``function``, ``module:name``, for at most
+    ``timeout`` seconds, by default environment_timeout.
     """
     return RewardPool(
-        PLAY,
+        function,
         workers=workers or recipe("environment_workers"),
-        timeout=recipe("environment_timeout"),
+        timeout=timeout or recipe("environment_timeout"),
         memory_gib=recipe("environment_memory_gib"),
         copies=copies,
         environment=recipe("reward_environment"),

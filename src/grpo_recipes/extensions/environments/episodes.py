@@ -31,6 +31,7 @@ from grpo_recipes.extensions.environments.stage import PLAY
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, source_path, split_spec
 from grpo_recipes.rewards.load import LimitRecords, hash_call
+from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import Score
 from grpo_recipes.rollouts.renderer import DUMMY, Renderer
 from grpo_recipes.rollouts.source import SamplingTrainer, Source
@@ -56,11 +57,24 @@ class Episodes(Source):
         self._specs = {spec: f"{copy_path(spec, copies)}:{split_spec(spec)[1]}" for spec in files}
         self._limit_records = LimitRecords(copies / f"episodes_{os.environ.get('RANK', '0')}.jsonl")
         self._labels = choose_environment_labels(list_episode_environments(partial(getattr, script_args)))
-        self._pool = make_environment_pool(partial(getattr, script_args), copies)
+        self._pool = self._make_pool(copies)
         self._pool.start()
         self.turn_tokens = compute_turn_tokens(
-            script_args.environment_turn_length, args.max_completion_length, script_args.environment_max_turns
+            script_args.environment_turn_length, args.max_completion_length, self._max_turns
         )
+
+    @property
+    def _max_turns(self) -> int:
+        """The number of turns of the policy after which an episode is unfinished."""
+        return int(self._script.environment_max_turns)
+
+    def _make_pool(self, copies: Path) -> RewardPool:
+        """Create the pool of child processes, which load the user's code from its ``copies``."""
+        return make_environment_pool(partial(getattr, self._script), copies)
+
+    def _make_episode(self, row_index: int, row: dict[str, Any]) -> Episode:
+        """Return the episode of a dataset row, before its first turn."""
+        return Episode(row_index, row["environment"], row["arguments"], row["seed"])
 
     @classmethod
     def training_prompts(cls, args: ScriptArguments, seed: int, least: int) -> Prompts:
@@ -105,10 +119,7 @@ class Episodes(Source):
         prompts are replaced in place.
         """
         first = trainer.accelerator.process_index * len(self._rows)
-        self.played = episodes = [
-            Episode(first + index, row["environment"], row["arguments"], row["seed"])
-            for index, row in enumerate(self._rows)
-        ]
+        self.played = episodes = [self._make_episode(first + index, row) for index, row in enumerate(self._rows)]
         renderer = make_trainer_renderer(trainer)
         self._step_environments(episodes, trainer)
         for episode in episodes:
@@ -183,7 +194,7 @@ class Episodes(Source):
                 tokens = len(episode.prompt_ids)
                 episode.failed = f"its first observation has {tokens} tokens, more than max_prompt_length"
             return
-        if len(episode.policy_actions) == self._script.environment_max_turns:
+        if len(episode.policy_actions) == self._max_turns:
             episode.unfinished = "environment_max_turns"
             return
         between = renderer.between(turn.messages, episode.ids)

@@ -42,3 +42,11 @@ def compute_turn_tokens(turn_length: int | None, completion: int, turns: int) ->
     With one turn, the default is the whole ``completion``.
     """
     return turn_length or max(1, completion // turns // (1 if turns == 1 else 2))
+
+
+def compute_tool_turn_tokens(turn_length: int | None, completion: int) -> int:
+    """Return the maximum tokens of a turn of an episode with tools: ``turn_length``, or half of ``completion``.
+
+    An episode ends if fewer tokens are left.
+    """
+    return turn_length or max(1, completion // 2)

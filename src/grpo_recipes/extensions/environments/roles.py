@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from grpo_recipes.extensions.environments.arguments import EnvironmentKeys
 from grpo_recipes.extensions.environments.recipe import (
+    compute_tool_turn_tokens,
     compute_turn_tokens,
     list_episode_environments,
     list_model_opponents,
@@ -31,8 +32,12 @@ class EnvironmentRoles(Roles):
         return Data("episodes", f"{names}; an episode has at most {turns} turns of {length} tokens, and {between}")
 
     def notes(self, recipe: Recipe, plan: Plan) -> Iterator[str]:
-        """Yield a note if the turns leave no token for the environment's messages between them."""
+        """Yield a note about tools, or if the turns leave no token for the environment's messages between them."""
         keys = EnvironmentKeys(recipe)
+        if keys.tools:
+            length = compute_tool_turn_tokens(keys.turn_length, recipe.sampling.max_completion_length or 0)
+            names = ", ".join(spec.partition(":")[2] for spec in keys.tools)
+            yield f"tools {names}: at most {keys.max_tool_calls} calls in an episode, and {length} tokens in a turn"
         turns, length = keys.max_turns, keys.turn_length
         if turns > 1 and length and turns * length == recipe.sampling.max_completion_length:
             yield (

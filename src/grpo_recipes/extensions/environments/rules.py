@@ -28,9 +28,11 @@ from grpo_recipes.recipe.registry import SOURCE_REWARD, benchmarks, rewards
 from grpo_recipes.recipe.rules import OF_DATASETS, Idle, Rule, evaluates, set_by_user, starts_server
 from grpo_recipes.recipe.sources import Lookup, PromptSource
 from grpo_recipes.recipe.tasks import MAXENT, task_of
-from grpo_recipes.recipe.user_code import call_parameters, copy_path, spec_problem
+from grpo_recipes.recipe.user_code import REWARD_COPIES, call_parameters, copy_path, function_source, spec_problem
 from grpo_recipes.rollouts.turns import BASE, POLICY
 
+# Keys of environments that also apply to tools.
+_OF_TOOLS = {f"environment_{name}" for name in ("timeout", "memory_gib", "workers", "network", "turn_length")}
 _TOOL_CLASSES = ("ToolEnv", "MCPEnv", "SandboxEnv", "PythonEnv")  # endings of verifiers' classes with tools
 
 
@@ -38,6 +40,11 @@ def uses_environments(recipe: Recipe) -> bool:
     """Return whether a recipe trains on episodes of environments instead of a dataset."""
     keys = EnvironmentKeys(recipe)
     return keys.environment is not None or keys.mixture is not None
+
+
+def uses_tools(recipe: Recipe) -> bool:
+    """Return whether the policy of a recipe may call tools before it answers a prompt of the dataset."""
+    return bool(EnvironmentKeys(recipe).tools)
 
 
 def plays_benchmarks(recipe: Recipe) -> bool:
@@ -50,15 +57,28 @@ class Environments(PromptSource):
     """The source of training data in runs with environments: episodes give prompts and rewards."""
 
     title = "an environment"
-    keys = ("environment", "environment_mixture")
+    keys = ("environment", "environment_mixture", "tools")
     unchecked_rewards = (
         "the rewards of an environment come with its episodes",
         "run grpo check --deep, which plays an episode",
     )
 
+    def chosen(self, lookup: Lookup) -> bool:
+        """Return whether a recipe uses environments or tools."""
+        return bool(lookup("tools")) or any(lookup(key) is not None for key in self.keys[:2])
+
+    def reads_datasets(self, lookup: Lookup) -> bool:
+        """Return whether the policy has tools: then prompts come from a dataset, and rewards from ``reward_funcs``."""
+        return bool(lookup("tools")) and lookup("environment") is None and lookup("environment_mixture") is None
+
+    def rollouts(self, lookup: Lookup) -> str:
+        """Return the class that plays episodes with tools, or "" for the episodes of environments."""
+        return "grpo_recipes.extensions.environments.tool_episodes:ToolEpisodes" if lookup("tools") else ""
+
     def user_code(self, lookup: Lookup) -> list[str]:
-        """Return the specs (``module:Class`` or ``file.py:Class``) of the user's own environment classes."""
-        return [spec for spec, _, _ in list_episode_environments(lookup) if spec.partition(":")[0] not in LIBRARIES]
+        """Return the specs (``module:name`` or ``file.py:name``) of the user's own environment classes and tools."""
+        specs = [spec for spec, _, _ in list_episode_environments(lookup) if spec.partition(":")[0] not in LIBRARIES]
+        return [*specs, *(lookup("tools") or ())]
 
     def benchmarks(self, lookup: Lookup) -> list[str]:
         """Return the names of the recipe's environments: their evaluation episodes can be benchmarks."""
@@ -86,8 +106,14 @@ RULES = (
         "environment and environment_mixture can't be combined", "keep one of them"),
     Rule("environment_args", lambda r: EnvironmentKeys(r).args is not None and not EnvironmentKeys(r).environment,
         "'environment_args' does nothing without environment", "add environment, or set args in the mixture"),
-    Rule("{item}", lambda r: not uses_environments(r)
-        and [key for key in set_by_user(r, "environment_*") if key not in ("environment_args", "environment_mixture")],
+    Rule("tools", lambda r: uses_tools(r) and uses_environments(r),
+        "tools and environment can't be combined: the prompts of tools come from a dataset",
+        "remove tools, or let the environment run them"),
+    Rule("tools", lambda r: uses_tools(r) and bool(r.evaluation.benchmarks),
+        "tools and benchmarks can't be combined: benchmarks sample without tools",
+        "remove benchmarks, and set eval_strategy with eval_dataset_name"),
+    Rule("{item}", lambda r: not uses_environments(r) and [key for key in set_by_user(r, "environment_*")
+        if key not in ("environment_args", "environment_mixture") and not (uses_tools(r) and key in _OF_TOOLS)],
         "'{item}' does nothing without environment", "{removal}, or add environment"),
     Rule("{item}", lambda r: uses_environments(r) and [key for key in set_by_user(r, OF_DATASETS)
         if r[key] != catalogue()[key]["default"]],
@@ -95,9 +121,10 @@ RULES = (
     Rule("reward_funcs", lambda r: uses_environments(r) and r.is_set("reward_funcs")
         and [name for name in r.rewards.funcs if name in rewards() and rewards()[name].reads_answer],
         "reward '{item}' compares with an answer, but episodes have no answer", "remove {item}"),
-    Rule("max_completion_length", lambda r: uses_environments(r) and r.sampling.max_completion_length is None,
+    Rule("max_completion_length", lambda r: (uses_environments(r) or uses_tools(r))
+        and r.sampling.max_completion_length is None,
         "episodes need a limit", "set max_completion_length, e.g. 256"),
-    Rule("environment_turn_length", lambda r: r.sampling.max_completion_length is not None
+    Rule("environment_turn_length", lambda r: not uses_tools(r) and r.sampling.max_completion_length is not None
         and EnvironmentKeys(r).max_turns * (EnvironmentKeys(r).turn_length or 0) > r.sampling.max_completion_length,
         "environment_max_turns {environment_max_turns} times environment_turn_length {environment_turn_length} exceeds "
         "max_completion_length {max_completion_length}, the limit of all turns and the messages between them",
@@ -125,13 +152,19 @@ RULES = (
     Rule("mask_truncated_completions", lambda r: uses_environments(r) and r.sampling.mask_truncated_completions,
         "mask_truncated_completions leaves out episodes with a truncated last turn, but not unfinished episodes",
         "{removal}, and set environment_unfinished: unscored to leave out unfinished episodes"),
-    Rule("eval_max_completion_length", lambda r: uses_environments(r) and r.evaluation.max_completion_length,
-        "eval_max_completion_length does nothing with environment: evaluations use max_completion_length", "{removal}"),
+    Rule("mask_truncated_completions", lambda r: uses_tools(r) and r.sampling.mask_truncated_completions,
+        "mask_truncated_completions leaves out episodes with a truncated last turn, but not unfinished episodes",
+        "{removal}"),
+    Rule("eval_max_completion_length", lambda r: (uses_environments(r) or uses_tools(r))
+        and r.evaluation.max_completion_length,
+        "eval_max_completion_length does nothing with environment or tools: evaluations use max_completion_length",
+        "{removal}"),
 )
 # Keys that do nothing without another key.
 IDLE = (
     Idle("environment_eval_episodes", lambda r: not evaluates(r) and not plays_benchmarks(r),
         "eval_strategy, or an environment of the recipe among benchmarks"),
+    Idle("max_tool_calls", lambda r: not uses_tools(r), "tools"),
     Idle("benchmark_solved", lambda r: not plays_benchmarks(r), "an environment of the recipe among benchmarks"),
 )
 # fmt: on
@@ -219,7 +252,7 @@ def _check_templates(recipe: Recipe, environment: Mapping[str, str]) -> Iterator
     Nothing is downloaded. Without a local copy of the model's template, yield nothing.
     """
     environments = [(spec, arguments) for spec, arguments, _ in list_episode_environments(recipe.__getitem__)]
-    if not environments:
+    if not environments and not uses_tools(recipe):
         return
     template = recipe.model.chat_template
     templates = templates_of(recipe, environment) if template is None else {"default": template}
@@ -229,9 +262,9 @@ def _check_templates(recipe: Recipe, environment: Mapping[str, str]) -> Iterator
     if "default" not in templates:
         yield recipe.problem(key, "the model has no chat template", "add chat_template to the recipe")
         return
-    tools = any(_uses_tools(spec) for spec, _ in environments)
+    tools = uses_tools(recipe) or any(_uses_tools(spec) for spec, _ in environments)
     system = any(_find_system_prompt(spec, arguments) for spec, arguments in environments)
-    tool_answers = tools and EnvironmentKeys(recipe).max_turns > 1
+    tool_answers = tools and (uses_tools(recipe) or EnvironmentKeys(recipe).max_turns > 1)
     roles = ["user", "assistant", *["system"] * system, *["tool"] * tool_answers]
     if message := find_left_out_part(templates, roles, tools, recipe.model.chat_template_kwargs or {}):
         yield recipe.problem(key, message, "set a chat_template that renders them")
@@ -280,4 +313,24 @@ def _check_benchmark_opponents(recipe: Recipe, environment: Mapping[str, str]) -
             yield recipe.problem("benchmarks", message, "set opponents: policy or random, or remove it from benchmarks")
 
 
-CHECKS = (_check_environments, _check_arguments, _check_templates, _check_benchmark_opponents)
+def _check_tools(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield a problem for each tool that is missing, repeated, or lacks type hints or a docstring; no code is run."""
+    run, specs = recipe.path.parent, EnvironmentKeys(recipe).tools or []
+    for index, spec in enumerate(specs):
+        line, copy = recipe.location("tools", index), copy_path(spec, run / REWARD_COPIES) if ":" in spec else run
+        has_copy = (run / "run.json").exists() and copy.is_file()
+        if not has_copy and (problem := spec_problem(spec, line)):
+            yield problem
+        elif (function := function_source(spec, copy if has_copy else None)) is not None:
+            arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+            missing = [f"a type hint for '{argument.arg}'" for argument in arguments if argument.annotation is None]
+            missing += [] if ast.get_docstring(function) else ["a docstring"]
+            if missing:
+                fix = f"add {' and '.join(missing)} to {function.name}"
+                yield Problem(line, f"the model would not know how to call '{spec}'", fix)
+    names = [spec.partition(":")[2] for spec in specs]
+    if repeated := next((name for name in names if names.count(name) > 1), ""):
+        yield recipe.problem("tools", f"two tools have the name '{repeated}'", "remove or rename one of them")
+
+
+CHECKS = (_check_environments, _check_arguments, _check_tools, _check_templates, _check_benchmark_opponents)

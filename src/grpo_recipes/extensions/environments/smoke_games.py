@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 
-def _make_games(tokenizer: PreTrainedTokenizerFast, seed: int) -> list[tuple[list[int], list[int]]]:
+Example = tuple[list[int], list[int]]  # tokens of an episode, and its labels: -100 except for actions
+
+
+def _make_games(tokenizer: PreTrainedTokenizerFast, seed: int) -> list[Example]:
     """Play SecretMafia with scripted moves; return (tokens, labels) of each game, with label -100 for game messages."""
     game, rng = Game("SecretMafia-v0", smoke.MAFIA_GAME), random.Random(seed)
     examples = []
@@ -38,20 +42,29 @@ def _make_games(tokenizer: PreTrainedTokenizerFast, seed: int) -> list[tuple[lis
 
 
 def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, phases: smoke.Phases) -> None:
-    """Train the model in place on the moves of scripted games, then divide its logits by ``MAFIA_TEMPERATURE``.
-
-    Each phase is (steps, games per step, unused, learning rate, weight decay).
-    """
+    """Train the model in place on the moves of scripted games, then divide its logits by ``MAFIA_TEMPERATURE``."""
     import torch
 
     rng, games = random.Random(seed), _make_games(tokenizer, seed)
-    for steps, copies, _, lr, weight_decay in phases:
+    imitate(model, phases, lambda count, _: rng.sample(games, count))
+    with torch.no_grad():
+        model.lm_head.weight /= smoke.MAFIA_TEMPERATURE
+
+
+def imitate(model: Qwen2ForCausalLM, phases: smoke.Phases, draw: Callable[[int, float], list[Example]]) -> None:
+    """Train the model in place on the actions of episodes. ``draw`` returns a number of episodes.
+
+    Each phase is (steps, episodes per step, second argument of ``draw``, learning rate, weight decay).
+    """
+    import torch
+
+    for steps, copies, wrong_share, lr, weight_decay in phases:
         optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=weight_decay)
         for step in range(steps):
             optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 20) * (1 - step / steps)
-            batch = rng.sample(games, copies)
+            batch = draw(copies, wrong_share)
             ids, labels = (
-                torch.nn.utils.rnn.pad_sequence([torch.tensor(game[part]) for game in batch], True, padding)
+                torch.nn.utils.rnn.pad_sequence([torch.tensor(episode[part]) for episode in batch], True, padding)
                 for part, padding in ((0, 0), (1, -100))
             )
             is_action_BT = labels[:, 1:] != -100
@@ -60,9 +73,7 @@ def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: 
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    with torch.no_grad():
-        model.lm_head.weight /= smoke.MAFIA_TEMPERATURE
 
 
 if __name__ == "__main__":
-    smoke.make_smoke_task(Path(sys.argv[1]), phases=smoke.MAFIA_PHASES, on_games=pretrain)
+    smoke.make_smoke_task(Path(sys.argv[1]), phases=smoke.MAFIA_PHASES, name=smoke.MAFIA, on_episodes=pretrain)

@@ -1,0 +1,78 @@
+"""Tools in whole runs, through a real vLLM server: a tiny model learns to look prices up and to multiply."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from real_runs import REPOSITORY, Launch, same_rows, weights_hash
+from rotation import ROTATES
+
+pytestmark = [pytest.mark.slow, pytest.mark.rotating]
+FOLDER = REPOSITORY / "recipes/environments"
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Path:
+    """The shipped recipe with absolute paths, because each launch of a test has its own folder."""
+    text = (FOLDER / "tools_smoke.yaml").read_text().replace("recipes/environments/", f"{FOLDER}/")
+    recipe = tmp_path / "shop.yaml"
+    recipe.write_text(text.replace("../smoke", str(FOLDER.parent / "smoke")))
+    return recipe
+
+
+def evaluations(run: Launch) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run.run_dir / "eval.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(1500)  # its smoke model is made first, which takes minutes
+@pytest.mark.parametrize("mode", ["server", pytest.param("colocate", marks=ROTATES)])
+def test_a_model_learns_to_call_tools(launch: Callable[..., Launch], shop: Path, mode: str) -> None:
+    run = launch(str(shop), "--vllm_mode", mode)
+    assert run.wait(1300) == 0, run.output
+    before, after = evaluations(run)
+    assert before["eval_reward"] < 0.6 and after["eval_reward"] > 0.8
+    assert before["eval_episodes/tool_calls"] < 1.5 < after["eval_episodes/tool_calls"]
+    rows = run.rows()
+    assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
+    assert all(row["episodes/unscored"] == 0 for row in rows)
+    samples = [json.loads(line) for line in (run.run_dir / "samples.jsonl").read_text().splitlines()]
+    messages = [
+        message
+        for sample in samples[-1]["samples"]
+        for turn in sample["episode"]["turns"]
+        for message in turn.get("messages", [])
+    ]
+    assert messages and {message["role"] for message in messages} == {"tool"}
+
+
+@pytest.mark.timeout(1500)
+def test_without_tools_the_model_only_guesses(launch: Callable[..., Launch], shop: Path, tmp_path: Path) -> None:
+    """Prices are only in the table, so that held-out questions stay unanswered."""
+    recipe = tmp_path / "guess.yaml"
+    text = shop.read_text()
+    lines = [line for line in text.splitlines() if not line.startswith(("tools:", "max_tool", "environment_"))]
+    recipe.write_text("\n".join(lines) + "\n")
+    run = launch(str(recipe))
+    assert run.wait(1300) == 0, run.output
+    _, after = evaluations(run)
+    assert after["eval_reward"] < 0.3
+
+
+@pytest.mark.timeout(1500)
+def test_a_run_stopped_among_tool_calls_continues_bit_for_bit(launch: Callable[..., Launch], shop: Path) -> None:
+    flags = (str(shop), "--max_steps", "4", "--save_steps", "2", "--eval_strategy", "no", "--eval_on_start", "false")
+    whole = launch(*flags, folder="whole")
+    assert whole.wait(900) == 0, whole.output
+    assert max(row["episodes/tool_calls"] for row in whole.rows()) > 0.5
+
+    stopped = launch(*flags, folder="stopped")
+    stopped.wait_for_step(1)
+    stopped.process.send_signal(signal.SIGTERM)
+    assert stopped.wait() == 75, stopped.output
+    resumed = launch("--resume", str(stopped.run_dir), folder="stopped")
+    assert resumed.wait() == 0, resumed.output
+    assert same_rows(resumed, whole) and weights_hash(resumed) == weights_hash(whole)
