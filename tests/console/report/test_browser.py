@@ -26,7 +26,7 @@ from grpo_recipes.console.report.pages import write_report
 from grpo_recipes.console.sweep.folder import write_sweep_page
 from scripts import report_picture
 
-from .synthetic_runs import game_samples, make_run, make_sweep, two_samples
+from .synthetic_runs import game_samples, make_run, make_sweep, token_view, two_samples
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -175,10 +175,11 @@ def rows_of(view: dict[str, Any]) -> list[list[str]]:
 @pytest.mark.slow
 @pytest.mark.rotating
 def test_a_running_page_loads_itself_again_and_keeps_what_is_open(tmp_path: Path) -> None:
-    page = write_report(make_run(tmp_path, steps=30, summary={"status": "running"}))
+    samples = [sample | token_view(["a", "b"], "2:1") for sample in two_samples()]
+    page = write_report(make_run(tmp_path, steps=30, summary={"status": "running"}, samples=samples))
     outer = tmp_path / "outer.html"
     outer.write_text(RELOADS.replace("PAGE", page.as_uri()))
-    assert run_chromium(tmp_path, outer, budget=60_000) == {"loads": 2, "open": True, "step": "3"}
+    assert run_chromium(tmp_path, outer, budget=60_000) == {"loads": 2, "open": True, "step": "3", "tokens": 2}
     page.write_text(page.read_text().replace('class="live"', 'class="over"'))
     assert run_chromium(tmp_path, outer, budget=60_000)["loads"] == 1
 
@@ -189,14 +190,14 @@ let loads = 0;
 const note = () => {
   const doc = frame.contentDocument;
   const [open, step] = [doc.querySelector("details.more").open, doc.querySelector(".stepper input").value];
-  const found = { loads, open, step };
+  const found = { loads, open, step, tokens: doc.querySelectorAll(".steps .token").length };
   document.getElementById("found").textContent = JSON.stringify(found);
 };
 frame.addEventListener("load", () => {
   loads += 1;
   const doc = frame.contentDocument;
   if (loads === 1) {
-    doc.querySelector("details.more").open = true;
+    for (const fold of ["details.more", ".steps .tokens"]) doc.querySelector(fold).open = true;
     const slider = doc.querySelector(".stepper input");
     slider.value = 3;
     slider.dispatchEvent(new Event("input"));

@@ -1,6 +1,6 @@
 // Reload the page of a running run, less often the older the page is. Charts, open folds and the chosen step are restored.
 // A page of `grpo dashboard` has another script that reloads it, and sends "report:reload" before.
-const folds = () => [...document.querySelectorAll("details:not(.step, .tokens)")];
+const folds = () => [...document.querySelectorAll("details:not(.step)")];
 memory.add("folds", () => folds().map((fold) => fold.open), (state) => {
   folds().forEach((fold, index) => { fold.open = Boolean(state[index]); });
 });
@@ -19,7 +19,7 @@ if (live) {
   setTimeout(reload, 1000 * wait());
 }
 
-// Open folded parts for printing.
+// Open folded parts for printing, except tokens, which repeat a text.
 addEventListener("beforeprint", () => {
-  for (const fold of folds()) fold.open = true;
+  for (const fold of folds()) fold.open ||= !fold.matches(".tokens");
 });
