@@ -51,7 +51,7 @@ test: setup  ## quick tests: most in four processes, then one by one those that 
 e2e: setup  ## tests of whole runs, with a real Slurm if it is installed
 	GRPO_PRIVATE_NETWORK=1 $(PYTEST) -m "slow and not soak" $(RUNS) $(PYTEST_ARGS)
 
-e2e-today: setup  ## the whole runs that CI makes today: some tests have one day of eight
+e2e-today: setup  ## the whole runs that CI makes today: some tests have one day of six
 	GRPO_PRIVATE_NETWORK=1 GRPO_RAN_TESTS=$(RAN_TESTS) $(BIN)/python tests/today.py -m "slow and not soak" $(RUNS) $(PYTEST_ARGS)
 
 soak: setup  ## stop and kill jobs on a real Slurm for half an hour; adds to bench/results/soak.jsonl

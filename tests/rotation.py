@@ -1,7 +1,7 @@
 """Choose the rotating tests of the day GRPO_DAY (an integer), which `make e2e-today` sets.
 
-Whole runs take minutes. `make e2e` runs all tests marked `rotating`. CI runs a quarter per day of those that inject a
-`fault`, and an eighth of the others, after all other tests. It starts none of them after GRPO_ROTATE_UNTIL (seconds
+Whole runs take minutes. `make e2e` runs all tests marked `rotating`. CI runs a third per day of those that inject a
+`fault`, and a sixth of the others, after all other tests. It starts none of them after GRPO_ROTATE_UNTIL (seconds
 since 1970): on a slow machine they run on another day.
 
 The day's files begin with those that the last commits concern, newest first. A commit concerns the test files that it
@@ -24,7 +24,7 @@ COMMITS = 40  # older commits do not change the order
 ALL_OF = 5  # commits of which each rotating test runs
 SWEEP = 20  # a commit with more files, such as a renaming, concerns no test more than another
 COMMON_WORDS = {"", "src", "grpo", "recipes", "grpo_recipes", "extensions", "tests", "test", "e2e"}
-DAYS_OF_FAULTS, DAYS_OF_OTHERS = 4, 8
+DAYS_OF_FAULTS, DAYS_OF_OTHERS = 3, 6
 TIME_IS_OVER = "the time of today's rotating tests is over: make e2e runs all"
 ROTATES = (pytest.mark.slow, pytest.mark.rotating)  # marks of a parameter that takes many seconds
 
