@@ -16,6 +16,8 @@ from ledgers import is_rotating
 from rotation import (
     ALL_OF,
     COMMITS,
+    DAYS_OF_FAULTS,
+    DAYS_OF_OTHERS,
     SWEEP,
     TIME_IS_OVER,
     count_newer_commits,
@@ -54,16 +56,16 @@ def days() -> tuple[set[str], list[set[str]]]:
     return set(whole), [set(day) for day in shares]
 
 
-def test_eight_days_are_the_whole_and_each_test_has_its_day(days) -> None:
+def test_every_test_runs_on_one_of_the_days(days) -> None:
     whole, shares = days
-    assert len(shares) == 8
-    assert len(whole) > 8 and set.union(*shares) == whole
+    assert len(shares) == DAYS_OF_OTHERS
+    assert len(whole) > DAYS_OF_OTHERS and set.union(*shares) == whole
     assert all(len(share) <= len(whole) / 2 for share in shares)
 
 
-def test_faults_all_run_within_four_days(days) -> None:
+def test_all_faults_run_within_fewer_days(days) -> None:
     whole, shares = days
-    first, second = set.union(*shares[:4]), set.union(*shares[4:])
+    first, second = set.union(*shares[:DAYS_OF_FAULTS]), set.union(*shares[DAYS_OF_FAULTS:])
     faults = {name for name in whole if "test_kill_9" in name or "test_faults.py" in name}
     assert len(faults) > 5 and faults <= first and faults <= second
 
@@ -73,7 +75,7 @@ def test_a_day_leaves_out_those_of_the_other_days(days) -> None:
     listed = run("-m", "pytest", "--collect-only", "-q", *FILES, GRPO_DAY="20781")
     new = {file for file in FILES if count_newer_commits(TESTS / file, read_recent_changes()) < ALL_OF}
     for name in whole:
-        of_today = name in shares[20781 % 8] or name.partition("::")[0].removeprefix("tests/") in new
+        of_today = name in shares[20781 % DAYS_OF_OTHERS] or name.partition("::")[0].removeprefix("tests/") in new
         assert (name in listed) == of_today, name
 
 
