@@ -96,7 +96,8 @@ def test_objectives_are_listed_with_their_keys_and_papers(capsys):
     assert "  advantage_estimator: rloo, loss_type: dr_grpo  " in rloo and rloo.endswith(
         "(https://arxiv.org/abs/2402.14740)"
     )
-    assert keys.endswith("keys loss_type, advantage_estimator, maxent_objective describes the keys")
+    names = "loss_type, advantage_estimator, teacher_model_name_or_path, maxent_objective"
+    assert keys.endswith(f"keys {names} describes the keys")
     for key in ("loss_type", "advantage_estimator", "maxent_objective"):
         chosen = {objective["keys"].get(key, "group") for objective in objectives.values()}
         assert chosen >= set(catalogue()[key]["choices"]), key

@@ -51,6 +51,14 @@ def test_model_and_training_set_with_their_lines(read: Read) -> None:
     assert str(dataset) == "dataset openai/gsm8k (main, train)"
 
 
+def test_a_teacher_is_an_asset_and_not_the_model(read: Read, environment: dict[str, str], tmp_path: Path) -> None:
+    assert names(list_assets(read(teacher_model_name_or_path="acme/teacher")))[1][0] == "acme/teacher"
+    (tmp_path / "teacher").mkdir()
+    assets = find_assets(read(teacher_model_name_or_path=str(tmp_path / "teacher")), environment)
+    teacher = assets.find_model(str(tmp_path / "teacher"))
+    assert teacher is not None and teacher.path == str(tmp_path / "teacher") and assets.model is None
+
+
 def test_the_evaluation_set_when_there_is_evaluation(read: Read) -> None:
     assert len(list_assets(read(eval_dataset_name="ada/held"))) == 2
     named = read(eval_dataset_name="ada/held", eval_dataset_config="hard", eval_strategy="steps", eval_steps=5)

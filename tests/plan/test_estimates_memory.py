@@ -25,7 +25,7 @@ WORK = {
     "completions": 8, "sequence": 1536, "completion": 1024,
     "vllm_max_model_length": 2048, "vllm_max_num_seqs": 840, "bridge": "nccl", "vllm_tensor_parallel_size": 1,
     "vllm_gpu_memory_utilization": 0.9, "vllm_enable_sleep_mode": False, "gpu_shared": False, "fsdp_cpu_offload": False,
-    "replicas": 1,
+    "replicas": 1, "teacher": {},
 }  # fmt: skip
 P = WORK["parameters"]
 LAYER_SIDES = 7 * 3584 + 2 * (28 + 4) * 128 + 3 * 18944  # inputs and outputs of the linear layers
@@ -197,6 +197,30 @@ def test_a_reference_is_a_second_model():
     assert parts(reference=True)["reference"] == 2 * P
     assert parts(reference=True, accelerator="zero3")["reference"] == 2 * P // 8
     assert "reference" not in parts(reference=True, use_peft=True)  # the model under the adapter is it
+
+
+def test_a_teacher_is_a_model_of_its_own_size_in_the_type_of_the_forward_pass():
+    sizes = compute_model_sizes({**QWEN_7B, "num_hidden_layers": 40, "intermediate_size": 30_000})
+    count, gathered = sizes["parameters"], 2 * (sizes["layer"] + sizes["embedding"])
+    assert "teacher" not in parts()
+    for keys in ({}, {"dtype": "float32"}, {"use_peft": True}, {"accelerator": "zero2"}):
+        assert parts(teacher=sizes, **keys)["teacher"] == 2 * count
+    assert parts(teacher=sizes, dtype="float32", low=False)["teacher"] == 4 * count
+    assert parts(teacher=sizes, accelerator="zero3")["teacher"] == 2 * (count // 8 + estimates._ZERO3_LIVE)
+    assert parts(teacher=sizes, accelerator="fsdp2")["teacher"] == 2 * (gathered + count // 8)
+    assert parts(teacher=sizes, accelerator="fsdp2", fsdp_cpu_offload=True)["teacher"] == 2 * gathered
+    wide = {**sizes, "intermediate": 10**7}
+    assert parts(teacher=wide)["activations"] > parts(teacher=sizes)["activations"] == parts()["activations"]
+
+
+def test_the_plan_reads_the_size_of_the_teacher(planned, read, tmp_path):
+    keys = {"max_prompt_length": 100, "model_name_or_path": model_folder(tmp_path / "model")}
+    recipe = read(
+        **keys, teacher_model_name_or_path=model_folder(tmp_path / "teacher", {**QWEN_7B, "num_hidden_layers": 2})
+    )
+    plan = planned(recipe=recipe)
+    assert Workload.of(recipe, plan)["teacher"]["layers"] == 2
+    assert plan.teacher == str(tmp_path / "teacher")
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def test_our_own_keys_are_told_apart_from_trls():
     assert added == {
         "advantage_estimator", "dynamic_sampling", "dynamic_sampling_max_rounds",
         "early_stopping_patience", "prompts_per_step", "trim_padding", "padding_free", "ref_model_name_or_path",
+        "teacher_model_name_or_path", "teacher_coef",
         "eval_temperature", "eval_top_p", "eval_max_completion_length", "eval_sampling_seed", "server_backend",
         "max_concurrent_requests", "weight_sync", "weight_guard", "weight_guard_tolerance", "seed_server",
         "server_request_timeout", "overlap_generation", "vllm_node", "vllm_gpu", "vllm_max_num_seqs", "wandb_project",

@@ -56,6 +56,12 @@ def test_a_run_that_learns_gives_no_notice(steps: int, keys: dict[str, Any]) -> 
     assert live(rows, **keys) == [] and find_notices(rows, value_of(**keys)) == []
 
 
+def test_with_a_teacher_a_run_learns_without_rewards() -> None:
+    rows = changed(healthy(60), reward=0.0, frac_reward_zero_std=1.0)
+    assert {notice.name for _, notice in live(rows)} == {"zero reward"}
+    assert live(rows, teacher_model_name_or_path="acme/teacher") == []
+
+
 def test_a_hard_task_that_begins_at_0_gives_none_before_many_steps() -> None:
     hard = {"reward": 0.0, "frac_reward_zero_std": 1.0}
     assert live(changed(healthy(60), 1, ENOUGH_STEPS - 3, **hard)) == []

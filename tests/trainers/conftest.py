@@ -28,3 +28,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     gc.freeze()  # accelerate collects garbage before each training, half a second with all that is imported
     yield str(folder)
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Save a model with other random weights than ``model``, and return its folder."""
+    folder = tmp_path_factory.mktemp("teacher")
+    torch.manual_seed(1)
+    tokenizer = smoke.build_tokenizer()
+    smoke.build_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)

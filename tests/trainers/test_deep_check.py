@@ -50,6 +50,16 @@ def test_the_first_prompt_its_tokens_its_end_and_the_scores(sums, tmp_path):
     assert "configs    TRL accepts every value" in told
 
 
+def test_a_teacher_with_another_tokenizer(sums, tmp_path):
+    for name, has_words in (("same", False), ("more", True)):
+        smoke.build_tokenizer(has_words).save_pretrained(tmp_path / name)
+    told = seen(sums(teacher_model_name_or_path=str(tmp_path / "more")), tmp_path)
+    assert "configs    TRL accepts every value" in told
+    student = {"model_name_or_path": "smoke:mafia", "teacher_model_name_or_path": str(tmp_path / "same")}
+    (problem,) = refused(sums(**student), tmp_path)
+    assert "the teacher's tokenizer has no or another id for" in problem
+
+
 def test_a_very_long_prompt_is_announced_and_cut(sums, tmp_path, capsys):
     """M9: a prompt of 10 MB took 46 s without output and was printed in full."""
     data = tmp_path / "long.jsonl"

@@ -141,10 +141,12 @@ def compute_logps(trainer: GRPOTrainer, rows: dict[str, Any]) -> torch.Tensor:
         {"advantage_estimator": "reinforce_plus_plus"},
         {"advantage_estimator": "reinforce_plus_plus_baseline", "beta": 0.1},
         {"loss_type": "gmpo", "epsilon": 0.01, "num_iterations": 2, "max_steps": 4},
+        {"teacher_model_name_or_path": "", "teacher_coef": 0.5},
     ],
-    ids=lambda keys: next(iter(keys.values())),
+    ids=lambda keys: next(iter(keys.values())) or "teacher",
 )
-def test_two_processes_equal_one(tmp_path: Path, model: str, keys: dict[str, Any]) -> None:
+def test_two_processes_equal_one(tmp_path: Path, model: str, teacher: str, keys: dict[str, Any]) -> None:
+    keys = {**keys, **({"teacher_model_name_or_path": teacher} if "teacher_coef" in keys else {})}
     folder = tmp_path / "ranks"
     folder.mkdir()
     (folder / "model").symlink_to(model)
@@ -160,7 +162,8 @@ def test_two_processes_equal_one(tmp_path: Path, model: str, keys: dict[str, Any
         for name, weight in torch.load(folder / f"rank_{rank}.pt")["weights"].items():
             assert torch.allclose(weight, after[name.removeprefix("module.")], rtol=0, atol=1e-6), name
     for row, two in zip(rows_of(tmp_path), rows_of(folder / "two"), strict=True):
-        compared = [name for name in row if name.startswith("clip_ratio/") or name in ("reward", "loss")]
+        names = ("reward", "loss", "teacher_kl")
+        compared = [name for name in row if name.startswith("clip_ratio/") or name in names]
         assert [two[name] for name in compared] == pytest.approx([row[name] for name in compared], rel=1e-4, abs=1e-6)
     if "gmpo" in keys.values():
         assert rows_of(tmp_path)[1]["clip_ratio/region_mean"] > 0

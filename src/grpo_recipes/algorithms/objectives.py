@@ -1,4 +1,4 @@
-"""Advantage estimators of RLOO and REINFORCE++, and the token-level clipping of GMPO.
+"""Advantage estimators of RLOO and REINFORCE++, advantages from a teacher, and the token-level clipping of GMPO.
 
 Rewards are prompts by completions, (P, G), of all ranks. NaN marks an unscored completion: it is left out of means and
 deviations, and its advantage is NaN. ``recipe.objectives`` lists all objectives with their papers.
@@ -43,6 +43,15 @@ ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "reinforce_plus_plus": normalize_over_batch,
     "reinforce_plus_plus_baseline": normalize_group_centered,
 }
+
+
+def compare_with_teacher(teacher_BT: torch.Tensor, sampled_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return the teacher's log-probs of sampled tokens minus those at sampling, in nats; 0 where the mask is false.
+
+    With these advantages, the expected gradient is that of minus the reverse KL divergence of each token
+    (https://thinkingmachines.ai/blog/on-policy-distillation).
+    """
+    return (teacher_BT - sampled_BT).masked_fill(~mask_BT, 0.0)
 
 
 def clip_log_ratios(

@@ -85,11 +85,16 @@ class Assets:
 
     present: list[Asset]
     missing: list[Asset]
+    trained: str = ""  # name of the model that is trained and served
 
     @property
     def model(self) -> Asset | None:
-        """The model that is trained and served."""
-        return next((asset for asset in self.present if asset.kind == MODEL), None)
+        """The model that is trained and served, not its reference or its teacher."""
+        return self.find_model(self.trained)
+
+    def find_model(self, name: str | None) -> Asset | None:
+        """Return the model with this name, or None if it is missing."""
+        return next((asset for asset in self.present if (asset.kind, asset.id) == (MODEL, name)), None)
 
     @property
     def lookup(self) -> Lookup:
@@ -144,8 +149,8 @@ def _iterate_recipe_assets(recipe: Recipe) -> Iterator[Asset]:
     model, where = recipe.model.name, recipe.source("model_name_or_path")
     code = recipe.model.trust_remote_code
     yield Asset(kind=MODEL, id=model, revision=recipe.model.revision, where=where, code=code)
-    if reference := recipe.loss.ref_model_name_or_path:
-        yield Asset(kind=MODEL, id=reference, where=recipe.source("ref_model_name_or_path"), code=code)
+    for key in ("ref_model_name_or_path", "teacher_model_name_or_path"):
+        yield Asset(kind=MODEL, id=recipe[key] or "", where=recipe.source(key), code=code)
     streaming, mixture, config = recipe.data.streaming, recipe.data.mixture, recipe.data.config
     if mixture:
         for entry in mixture.get("datasets", []):
@@ -230,7 +235,7 @@ def find_assets(recipe: Recipe, environment: Mapping[str, str], recorded: list[d
     local, from_hub = list_local_assets(recipe, environment), list_hub_assets(recipe, recorded)
     records = [find_record(asset, environment) for asset in from_hub]
     missing = [asset for asset, record in zip(from_hub, records, strict=True) if record is None]
-    return Assets([*local, *filter(None, records)], missing)
+    return Assets([*local, *filter(None, records)], missing, recipe.model.name)
 
 
 def ensure_assets(

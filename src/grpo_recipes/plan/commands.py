@@ -474,6 +474,7 @@ def _plan_trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], na
         "--config": names.run_dir / "recipe.yaml",
         "--output_dir": names.run_dir / "checkpoints",
         "--model_name_or_path": plan.model,
+        "--teacher_model_name_or_path": plan.teacher,
         "--run_name": names.run_dir.name,
         "--per_device_train_batch_size": plan.batch.per_device,
         "--gradient_accumulation_steps": plan.batch.accumulation,

@@ -94,6 +94,7 @@ class Workload(dict[str, Any]):
             "completion": min(sequence, completion or sequence),  # tokens of the longest completion
             "low": mixed_precision(recipe) != "no",  # whether a forward pass computes in 16 bits
             "reference": recipe.loss.beta != 0.0 or bool(plan.maxent and plan.maxent.beta),
+            "teacher": read_model(plan.teacher, plan.teacher) if plan.teacher else {},  # its sizes
             "replicas": plan.replicas,
             **{name: getattr(plan, name) for name in ("device", "mode", "accelerator", "bridge", "gpu_shared")},
             **{key: recipe[key] for key in _KEYS},
@@ -168,6 +169,19 @@ class Workload(dict[str, Any]):
             return gathered + (0 if self.offloads else self.trained_element * count // processes)
         adapter = 4 * self.trained if self["use_peft"] else 0  # PEFT keeps adapters in float32
         return element * count + adapter
+
+    @property
+    def teacher(self) -> int:
+        """Bytes of the teacher's weights on one process, in the type of the forward pass; shards as in ``weights``."""
+        if not (sizes := self.get("teacher")):
+            return 0
+        count: int = sizes["parameters"]
+        shard = count // self["world_size"]
+        if self["accelerator"] == "zero3":
+            return self.computed * (shard + min(count, _ZERO3_LIVE))
+        if self["accelerator"] == "fsdp2":
+            return self.computed * (2 * (sizes["layer"] + sizes["embedding"]) + (0 if self.offloads else shard))
+        return self.computed * count
 
     @property
     def autocast_copies(self) -> int:
@@ -256,7 +270,8 @@ class Workload(dict[str, Any]):
         on_cpu, parameters, accelerator = self["device"] == "cpu", self["parameters"], self["accelerator"]
         nccl = _NCCL if self["world_size"] > 1 or self["bridge"] == "nccl" else 0
         constant = {"libraries": _TRAINER_IMPORTS if on_cpu else _CUDA_CONTEXT + nccl,
-                    "weights": self.weights, "optimizer": 0 if self.offloads else self.states}  # fmt: skip
+                    "weights": self.weights, "optimizer": 0 if self.offloads else self.states,
+                    "teacher": self.teacher}  # fmt: skip
         # With an adapter, the base model under it is the reference.
         if self["reference"] and not self["use_peft"] and not self.offloads:
             shards = self["world_size"] if accelerator in ("zero3", "fsdp2") else 1
@@ -275,6 +290,10 @@ class Workload(dict[str, Any]):
                    "output layer": self.output_layer - self.output_gradient} | cast  # fmt: skip
         backward = pass_parts if self["gradient_checkpointing"] else pass_parts | cast
         moments = [backward | earlier, forward | earlier, {"gradients": gradients + flat_gradients}]
+        if sizes := self.get("teacher"):
+            teacher = Workload({**self, **sizes})
+            output = teacher.output_layer - teacher.output_gradient
+            moments.append({"activations": teacher.working, "output layer": output})
         if self["mode"] == "transformers":
             moments.append({"KV cache": self["completions"] * self.sequence_cache(self["sequence"])})
         if on_cpu and self["bridge"] in ("file", "restart"):

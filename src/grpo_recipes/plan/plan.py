@@ -98,6 +98,7 @@ def make_plan(
         bridge=bridge,
         why_bridge=why_bridge,
         model=_smoke_path(model, "model", environment),
+        teacher=recipe.loss.teacher_model_name_or_path,
         dataset=_smoke_path(recipe.data.name or "", "train.jsonl", environment) or None,
         eval_dataset=_smoke_path(recipe.evaluation.dataset_name or "", "test.jsonl", environment) or None,
         data=None,
@@ -191,7 +192,8 @@ def with_sources(plan: Plan, recipe: Recipe, resources: Resources, sources: Asse
     if plan.mode != "transformers" and os.path.isdir(model) and re.search(r"[][*?]", model):
         fix = "move it, or set CACHE_ROOT, to a folder without [ ] * ?"
         raise config_error("model_name_or_path", f"vLLM reads '{model}' as a pattern and finds no files", fix)
-    plan = replace(plan, model=model, notes=[*plan.notes, *sources.notes()])
+    teacher = found.path if (found := sources.find_model(plan.teacher)) else plan.teacher
+    plan = replace(plan, model=model, teacher=teacher, notes=[*plan.notes, *sources.notes()])
     return replace(plan, max_num_seqs=choose_max_num_seqs(recipe, plan, resources.gpu_gib))
 
 
@@ -406,6 +408,7 @@ def format_plan(
         *([f"objective  {plan.maxent}"] if plan.maxent else []),
         f"device     {plan.device}" + (" (smoke test, not an experiment)" if plan.smoke else ""),
         f"model      {plan.model} ({plan.dtype})",
+        *([f"teacher    {plan.teacher}"] if plan.teacher else []),
         f"{kind:<10} {text}",
         f"batch      {plan.batch}",
         *([f"evaluation {plan.eval_batch} completions per batch and trainer"] if plan.eval_batch else []),

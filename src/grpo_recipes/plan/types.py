@@ -160,6 +160,7 @@ class Plan:
     replicas: int = 1  # engines of the server, each on an equal part of server_gpus
     # Most completions that a vLLM engine generates at the same time; None: vLLM's default.
     max_num_seqs: int | None = None
+    teacher: str | None = None  # folder or hub id of the teacher, None without one
     weight_bytes: int = 0  # size of the model's files on this machine; set by with_processes
     server_timeout: float = 0.0  # seconds until the server must be ready; set by with_processes
     meeting_timeout: float = MEETING_SECONDS  # seconds until the ranks must have met; set by with_processes

@@ -173,11 +173,11 @@ def _model(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
         is_local = model.startswith(LOCAL_PREFIXES)
         message = f"model folder '{model}' not found" if is_local else f"'{model}' is not a local folder or a hub id"
         yield recipe.problem(key, message, "name a model folder or a hub id, e.g. Qwen/Qwen2.5-1.5B-Instruct")
-    reference = recipe.loss.ref_model_name_or_path
-    path = os.path.expanduser(reference or "")
-    if reference and not os.path.isdir(path) and (os.path.exists(path) or not HUB_NAME.fullmatch(reference)):
-        message = f"'{reference}' is not a local folder or a hub id"
-        yield recipe.problem("ref_model_name_or_path", message, "name a model folder or a hub id")
+    for frozen_key in ("ref_model_name_or_path", "teacher_model_name_or_path"):
+        path = os.path.expanduser(name := recipe[frozen_key] or "")
+        if name and not os.path.isdir(path) and (os.path.exists(path) or not HUB_NAME.fullmatch(name)):
+            message = f"'{name}' is not a local folder or a hub id"
+            yield recipe.problem(frozen_key, message, "name a model folder or a hub id")
     served = environment.get("VLLM_MODEL")
     if served and served != recipe[key]:
         message = f"must equal model_name_or_path '{recipe[key]}', got '{served}'"

@@ -206,6 +206,12 @@ class GRPOConfig(trl.GRPOConfig):
         "Concatenate the rows of a forward pass instead of padding them; needs attn_implementation.")
     ref_model_name_or_path: str | None = key(None,
         "Hub id or folder of the reference model for beta; by default the model at the start of training.")
+    teacher_model_name_or_path: str | None = key(None,
+        "Hub id or folder of a teacher with the same tokenizer (on-policy distillation). The advantage of each sampled "
+        "token gains teacher_coef times its log-prob under the teacher minus its log-prob when it was sampled.")
+    teacher_coef: float = key(1.0,
+        "teacher_model_name_or_path: weight of the teacher's part of the advantages. For distillation without rewards, "
+        "set reward_weights to zeros.", min=1e-09)
     weight_sync: str = key("auto",
         "How new weights reach the server: nccl between GPUs, file (safetensors in shared memory), shared (one copy "
         "for trainer and server), lora (only the adapter), restart (a new server each time).",

@@ -45,6 +45,9 @@ NAMED_OBJECTIVES = {
         "rewards normalized over the batch", "https://arxiv.org/abs/2501.03262"),
     "REINFORCE++-baseline": NamedObjective({"advantage_estimator": "reinforce_plus_plus_baseline"},
         "reward minus the group's mean, normalized over the batch", "https://arxiv.org/abs/2501.03262"),
+    "On-policy distillation": NamedObjective({"teacher_model_name_or_path": "Qwen/Qwen2.5-7B-Instruct"},
+        "adds a teacher's log-prob of each sampled token minus the sampler's",
+        "https://thinkingmachines.ai/blog/on-policy-distillation"),
     "MaxEnt listwise": NamedObjective({"maxent_objective": "listwise"},
         "cross-entropy to a target over the group", _MAXENT),
     "MaxEnt weighted_mle": NamedObjective({"maxent_objective": "weighted_mle"},
@@ -61,6 +64,13 @@ def _estimates(recipe: Recipe) -> bool:
     return recipe.loss.advantage_estimator != "group" and recipe.maxent.objective is None
 
 
+def _has_ratio_of_completion(recipe: Recipe) -> list[str]:
+    """Return the keys that give all tokens of a completion one ratio."""
+    is_sequence = recipe.loss.importance_sampling_level == "sequence"
+    is_geometric = recipe.loss.loss_type == "gmpo"
+    return ["importance_sampling_level"] * is_sequence + ["loss_type"] * is_geometric
+
+
 RULES = (
     Rule("scale_rewards", lambda r: _estimates(r) and set_by_user(r, "scale_rewards"),
         "'scale_rewards' changes nothing with advantage_estimator: {advantage_estimator}", "{removal}"),
@@ -75,5 +85,18 @@ RULES = (
     Rule("{item}", lambda r: r.loss.loss_type == "gmpo" and set_by_user(r, "importance_sampling_level delta", False),
         "'{item}' can't be combined with loss_type: gmpo, which has ratios of whole completions and its own clipping",
         "{removal}"),
+    Rule("{item}", lambda r: r.loss.teacher_model_name_or_path and _has_ratio_of_completion(r),
+        lambda r, key: f"{key}: {r[key]} and teacher_model_name_or_path can't be combined: a teacher weighs tokens, "
+        "but this loss has one ratio for all tokens of a completion",
+        lambda _, key: f"set {key}: {'token' if key == 'importance_sampling_level' else 'dapo'}"),
+    Rule("teacher_model_name_or_path", lambda r: r.loss.teacher_model_name_or_path and r.maxent.objective is not None,
+        "teacher_model_name_or_path and MaxEnt-GRPO, which weighs whole completions, can't be combined", "{removal}"),
+    Rule("cast_lm_head_to_fp32", lambda r: r.loss.teacher_model_name_or_path and r.processes.cast_lm_head_to_fp32,
+        "cast_lm_head_to_fp32 and teacher_model_name_or_path can't be combined: only the trained model's output layer "
+        "is cast", "{removal}"),
+    Rule("dynamic_sampling", lambda r: r.batch.dynamic_sampling and r.loss.teacher_model_name_or_path,
+        "dynamic_sampling replaces groups of equal rewards, but a teacher teaches with them too", "{removal}"),
+    Rule("teacher_coef", lambda r: not r.loss.teacher_model_name_or_path and set_by_user(r, "teacher_coef"),
+        "teacher_coef does nothing without teacher_model_name_or_path", "{removal}"),
 )
 # fmt: on

@@ -256,7 +256,8 @@ RULES = (
         lambda r, _: f"reward_weights: expected {len(r.rewards.funcs)} weights, one per reward, "
         f"got {len(r.rewards.weights or ())}",
         lambda r, _: f"set reward_weights: {[1.0] * len(r.rewards.funcs)}"),
-    Rule("reward_weights", lambda r: r.rewards.weights is not None and not any(r.rewards.weights or [1]),
+    Rule("reward_weights", lambda r: r.rewards.weights is not None and not any(r.rewards.weights or [1])
+        and not r.loss.teacher_model_name_or_path,
         "every reward has weight 0, so all completions score the same",
         lambda r, _: f"remove reward_weights, or set reward_weights: {[1.0] * len(r.rewards.funcs)}"),
     Rule("soft_punish_cache",

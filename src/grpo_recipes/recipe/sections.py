@@ -138,9 +138,10 @@ class Sampling(Section):
 
 
 class Loss(Section):
-    """Keys of the loss and its reference model."""
+    """Keys of the loss, its reference model and its teacher."""
 
     loss_type = Key[str]("loss_type")
+    importance_sampling_level = Key[str]("importance_sampling_level")
     advantage_estimator = Key[str]("advantage_estimator")
     beta = Key[float]("beta")
     epsilon = Key[float]("epsilon")
@@ -148,6 +149,7 @@ class Loss(Section):
     kl_target = Key[float | None]("kl_target")
     kl_beta_min = Key[float]("kl_beta_min")
     ref_model_name_or_path = Key[str | None]("ref_model_name_or_path")
+    teacher_model_name_or_path = Key[str | None]("teacher_model_name_or_path")
     sync_ref_model = Key[bool]("sync_ref_model")
 
 

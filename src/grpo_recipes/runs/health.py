@@ -113,7 +113,9 @@ class Health:
 
         A rule is left out if a stronger rule (``implied_by``) holds, or held in the last ``ENOUGH_STEPS`` rows.
         """
-        facts_by_rule = {rule.name: facts for rule in _RULES if (facts := rule.facts(self, enough))}
+        without = _SIGNALS if self.value("teacher_model_name_or_path") else ()
+        rules = [rule for rule in _RULES if rule.name not in without]
+        facts_by_rule = {rule.name: facts for rule in rules if (facts := rule.facts(self, enough))}
         # The averages of weaker rules still include rows of a rule that held until a few rows ago.
         recent_rules = {name for name, rows_since in self._rows_since.items() if rows_since < ENOUGH_STEPS}
         stronger_rules = facts_by_rule.keys() | recent_rules
@@ -424,6 +426,7 @@ def _detect_tau_at_limit(health: Health, enough: int) -> Facts | None:
     return None
 
 
+_SIGNALS = ("zero reward", "no signal", "few signals")  # rules of runs that learn only from rewards
 _MORE_SPREAD = "raise num_generations or temperature, or use easier or harder prompts"
 _SHORTER = (
     "raise {max_completion_length}, or ask for short answers in system_prompt; check that chat_template ends a turn "

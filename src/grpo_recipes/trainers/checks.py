@@ -185,14 +185,18 @@ class Checks:
             self._trainer.add_metric(f"{name}/max", largest.max().item())
 
 
-def compute_trainer_logps(trainer: InnerTrainer, output: dict[str, Any]) -> torch.Tensor:
-    """Compute the model's log-probs of the completions, (B, T), without dropout. TRL computes them with dropout."""
-    prompt, completion, is_training = output["prompt_ids"], output["completion_ids"], trainer.model.training
+def compute_trainer_logps(trainer: InnerTrainer, output: dict[str, Any], model: Any = None) -> torch.Tensor:
+    """Compute the model's log-probs of the completions, (B, T), without dropout. TRL computes them with dropout.
+
+    ``model`` is by default the trained model.
+    """
+    prompt, completion = output["prompt_ids"], output["completion_ids"]
+    model = trainer.model if model is None else model
     with ExitStack() as afterwards, torch.no_grad():
-        afterwards.callback(trainer.model.train, is_training)
-        trainer.model.eval()
+        afterwards.callback(model.train, model.training)
+        model.eval()
         logps, _, _ = trainer._get_per_token_logps_and_entropies(
-            trainer.model,
+            model,
             torch.cat([prompt, completion], dim=1),
             torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
             completion.size(1),

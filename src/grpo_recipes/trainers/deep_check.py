@@ -34,6 +34,7 @@ from grpo_recipes.rewards.probe import describe_unpaid, find_problems, probe_rew
 from grpo_recipes.runs.rundir import write_atomically
 from grpo_recipes.trainers.entry import load_callbacks
 from grpo_recipes.trainers.model import as_config_error, build_without_weights, check_adapter, load_tokenizer
+from grpo_recipes.trainers.teacher import check_teacher_tokenizer
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -61,6 +62,8 @@ def check_deeply(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
 
     lines = collect_problems(_describe_assets, recipe, sources) or []
     configs = collect_problems(_build_configs, recipe, sources)
+    if configs and not sources.missing:
+        collect_problems(_check_teacher, DeepCheck(recipe, *configs, sources))
     callbacks = collect_problems(load_callbacks, recipe.run.callbacks)
     source = extension_of(recipe.__getitem__)
     data_lines: list[str] = []
@@ -144,6 +147,12 @@ def _build_configs(recipe: Recipe, sources: Assets) -> tuple[GRPOConfig, ModelCo
     if sources.model is not None:
         model_args.model_name_or_path, model_args.model_revision = sources.model.path, "main"
     return args, model_args
+
+
+def _check_teacher(check: DeepCheck) -> None:
+    """Raise ConfigError if the recipe's teacher has another tokenizer."""
+    if asset := check.sources.find_model(check.recipe.loss.teacher_model_name_or_path):
+        check_teacher_tokenizer(asset.path, check.tokenizer(), check.args.trust_remote_code)
 
 
 def _is_smoke(recipe: Recipe) -> bool:

@@ -34,6 +34,7 @@ from grpo_recipes.trainers.checkpoints import any_rank_requests_stop, make_stop_
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.metrics import append_json
 from grpo_recipes.trainers.model import load_lora_config, load_tokenizer, model_init_kwargs, save_model
+from grpo_recipes.trainers.teacher import check_teacher_tokenizer
 from grpo_recipes.trainers.trackers import continue_tracked_runs
 
 
@@ -63,6 +64,8 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         rank.wait_for_first_server(run, args.vllm_server_timeout, stop)
         exit_if_stopped(stop, run, args.device)
         tokenizer = load_tokenizer(model_args, args)
+        if teacher := args.teacher_model_name_or_path:
+            check_teacher_tokenizer(teacher, tokenizer, args.trust_remote_code)
         source_class = rollout_class(partial(getattr, script_args))
         source: Source | None = source_class(script_args, args, run) if source_class else None
         fetched = find_fetched_datasets(run)

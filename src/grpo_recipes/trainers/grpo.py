@@ -45,6 +45,7 @@ from grpo_recipes.trainers.protocol import Computed
 from grpo_recipes.trainers.rank import keep_outputs_as_computed
 from grpo_recipes.trainers.samples import write_samples
 from grpo_recipes.trainers.sampling import building_vllm_client, changing_sampling
+from grpo_recipes.trainers.teacher import Teacher
 from grpo_recipes.trainers.temperatures import compute_at_own_temperatures
 from grpo_recipes.weights.guard import WeightsDiffer
 
@@ -98,6 +99,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._samples_file = run_dir / "samples.jsonl"
         with building_vllm_client(args, run_dir, stop), loaded_by_every_rank(args), configured_reference(args):
             super().__init__(args=args, **kwargs)
+            self._teacher = Teacher(self) if args.teacher_model_name_or_path else None
         if args.advantage_estimator == "reinforce_plus_plus":
             self.scale_rewards = "batch"  # for the metric frac_reward_zero_std: groups of equal rewards teach
         self.rows = MetricsRows(self, run_dir, args.process_index)
@@ -210,8 +212,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Generate and score completions as TRL does, and check that the sampler has the trainer's weights.
 
-        In training, also replace TRL's advantages if ``weigh`` returns others, and write rewards and some samples to
-        ``samples.jsonl``. Return the inputs of TRL's loss. Raise WeightsDiffer if the check fails.
+        In training, also replace TRL's advantages if ``weigh`` returns others, add the teacher's, and write rewards and
+        some samples to ``samples.jsonl``. Return the inputs of TRL's loss. Raise WeightsDiffer if the check fails.
         """
         is_training, transfers, step = self.model.training, self.rollouts.transfers, self.state.global_step
         name = f"{step}/{self._step}" if is_training else f"eval/{step}/{self.evaluation.batch}"
@@ -227,6 +229,9 @@ class GRPOTrainer(trl.GRPOTrainer):
                 advantages_PG = self.weigh(output)
             if advantages_PG is not None:
                 replace_advantages(self, output, advantages_PG)
+            if self._teacher is not None:
+                with self.rows.span("teacher"):
+                    self._teacher.add_advantages(output)
             if self.accelerator.is_main_process and self.args.report_samples > 0:
                 episodes = self.source.records if self.source else None
                 answers = [row.get("answer") for row in inputs]

@@ -98,11 +98,11 @@ def configured_reference(args: GRPOConfig) -> Iterator[None]:
 
 @contextmanager
 def loaded_by_every_rank(args: GRPOConfig) -> Iterator[None]:
-    """Let every rank read the weights from disk in the block, in which TRL loads a reference under FSDP."""
-    # With efficient loading only rank 0 reads them, and FSDP2 never sends the reference to the other ranks.
+    """Let every rank read the weights from disk in the block, in which a reference or a teacher is loaded."""
+    # With efficient loading only rank 0 reads them, and FSDP2 never sends a frozen model to the other ranks.
     name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
     setting = os.environ.get(name)
-    if setting is not None and args.beta != 0.0:
+    if setting is not None and (args.beta != 0.0 or args.teacher_model_name_or_path):
         os.environ[name] = "false"
     try:
         yield

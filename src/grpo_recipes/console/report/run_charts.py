@@ -43,6 +43,7 @@ _ENVIRONMENT_METRIC = Metric("", "number from the environment, mean over episode
 # In the order of the page.
 _CORE_METRICS = {
     "kl": Metric("KL divergence", "from the reference", unit="nats per token"),
+    "teacher_kl": Metric("KL divergence from the teacher", "reverse, on sampled tokens", unit="nats per token"),
     "beta": Metric("KL coefficient", "beta of the loss, adjusted to reach kl_target", smooth=False),
     "entropy": Metric("Entropy", "of the policy on its completions", unit="nats per token"),
     "completions/mean_length":

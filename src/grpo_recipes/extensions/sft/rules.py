@@ -14,7 +14,7 @@ ONLY_GRPO = (
     "generation_* dynamic_sampling* trim_padding padding_free loss_type beta delta epsilon* entropy_* kl_* "
     "importance_sampling_level scale_rewards multi_objective_aggregation mask_truncated_completions "
     "max_completion_length temperature top_* min_p off_policy_mask_threshold overlap_generation *ref_model* sapo_* "
-    "vespo_* use_adaptive_entropy use_bias_correction_kl use_vllm vllm_* weight_sync* weight_guard* server_* "
+    "teacher_* vespo_* use_adaptive_entropy use_bias_correction_kl use_vllm vllm_* weight_sync* weight_guard* server_* "
     "seed_server max_concurrent_requests cache_implementation cast_lm_head_to_fp32 disable_dropout *_full_eval "
     "ds3_gather_for_generation log_completions log_unique_prompts num_completions_to_print report_samples "
     "show_completion_steps advantage_estimator shuffle_dataset dataset_test_split *transformers_continuous_batching*"

@@ -1,0 +1,94 @@
+"""On-policy distillation: a frozen teacher adds advantages of tokens, on the policy's own samples.
+
+The advantage of a token gains ``teacher_coef`` times its log-prob under the teacher minus its log-prob when it was
+sampled. A teacher is held like a reference model: a copy on each rank, or a shard with ZeRO-3 and FSDP. It reads each
+generation once, also with several iterations.
+
+    teacher = Teacher(trainer)
+    teacher.add_advantages(output)  # output["advantages"] is (B, T) afterwards
+"""
+
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from trl.models import prepare_deepspeed, prepare_fsdp
+from trl.trainer.utils import add_fused_lm_head, create_model_from_path, disable_dropout_in_model
+
+from grpo_recipes.algorithms.objectives import compare_with_teacher
+from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.trainers.advantages import replace_logged_advantages
+from grpo_recipes.trainers.checks import compute_trainer_logps
+from grpo_recipes.trainers.model import as_config_error
+from grpo_recipes.trainers.protocol import InnerTrainer
+
+_KEY, _FIX = "teacher_model_name_or_path", "set a teacher with the tokenizer of the trained model"
+
+
+class Teacher:
+    """The teacher of a trainer, ``args.teacher_model_name_or_path``, in the type of the forward pass."""
+
+    def __init__(self, trainer: InnerTrainer):
+        self._trainer, args = trainer, trainer.args
+        kwargs = {"dtype": trainer.model.dtype, **(args.model_init_kwargs or {}), "device_map": None}
+        kwargs.pop("revision", None)  # the trained model's
+        if args.bf16 or args.fp16:
+            kwargs["dtype"] = torch.bfloat16 if args.bf16 else torch.float16
+        kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+        model: Any = create_model_from_path(str(args.teacher_model_name_or_path), **kwargs)
+        _check_embeddings(model, trainer.model)
+        model.requires_grad_(False)
+        disable_dropout_in_model(model)
+        add_fused_lm_head(model, trainer.temperature)
+        if trainer.is_deepspeed_enabled:
+            model = prepare_deepspeed(model, trainer.accelerator)
+        elif trainer.is_fsdp_enabled:
+            model = prepare_fsdp(model, trainer.accelerator)
+        else:
+            model = trainer.accelerator.prepare_model(model, evaluation_mode=True)
+        self._model = model
+
+    def add_advantages(self, output: dict[str, Any]) -> None:
+        """Add the teacher's advantages of tokens to the loss inputs ``output``, and log ``teacher_kl``.
+
+        Masked tokens, and tokens for which the sampler has no log-prob, get none. Tables show the mean over the tokens
+        of a completion. Called by every rank.
+        """
+        trainer = self._trainer
+        teacher_BT = compute_trainer_logps(trainer, output, self._model)
+        sampled_BT = output.get("sampling_per_token_logps", output.get("old_per_token_logps"))
+        if sampled_BT is None:  # transformers sampled, with the weights of this step
+            sampled_BT = compute_trainer_logps(trainer, output)
+        mask_BT = (output["completion_mask"] * output.get("tool_mask", 1)).bool()
+        distilled_BT = compare_with_teacher(teacher_BT, sampled_BT, mask_BT & ~sampled_BT.isnan())
+        advantages = output["advantages"]
+        advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+        output["advantages"] = advantages = advantages + trainer.args.teacher_coef * distilled_BT
+        sums = [values_BT.sum(dim=1) for values_BT in (advantages * mask_BT, distilled_BT, mask_BT)]
+        sums_B3 = trainer.accelerator.gather(torch.stack(sums, dim=1).float())
+        replace_logged_advantages(trainer, sums_B3[:, 0] / sums_B3[:, 2].clamp(min=1))
+        _, distilled, tokens = sums_B3.sum(dim=0).tolist()
+        trainer.add_metric("teacher_kl", -distilled / max(tokens, 1))
+
+
+def _check_embeddings(teacher: Any, model: Any) -> None:
+    """Raise ConfigError if the trained model can sample tokens for which the teacher has no embedding."""
+    has, needs = (network.config.get_text_config().vocab_size for network in (teacher, model))
+    if has < needs:
+        raise _make_error(f"the teacher has {has} embeddings, but the trained model has {needs}")
+
+
+def check_teacher_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool) -> None:
+    """Raise ConfigError if the tokenizer of the teacher ``name`` gives a token of ``tokenizer`` another id."""
+    with as_config_error((OSError, ValueError), _KEY, "the teacher's tokenizer can't be loaded", _FIX):
+        teacher = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    ids, vocabulary = teacher.get_vocab(), tokenizer.get_vocab()
+    others = [token for token, index in vocabulary.items() if ids.get(token) != index]
+    if others:
+        count = f"{len(others)} of {len(vocabulary)} tokens"
+        raise _make_error(f"the teacher's tokenizer has no or another id for {count}, for example {others[0]!r}")
+
+
+def _make_error(problem: str) -> ConfigError:
+    """Return the error for a teacher that does not fit the trained model."""
+    return config_error(_KEY, problem, _FIX)
