@@ -194,7 +194,7 @@ def test_keys_of_a_row_are_those_that_trl_and_we_write() -> None:
     trl = importlib.metadata.distribution("trl")
     source = Path(str(trl.locate_file("trl/trainer/grpo_trainer.py"))).read_text()
     our_source = (REPOSITORY / "src/grpo_recipes/trainers/metrics.py").read_text()
-    producers = ("ahead", "checks", "dynamic_sampling", "grpo", "maxent")
+    producers = ("ahead", "checks", "dynamic_sampling", "grpo", "maxent", "teacher")
     for name in (*(f"trainers/{name}" for name in producers), "weights/shared"):
         our_source += (REPOSITORY / f"src/grpo_recipes/{name}.py").read_text()
     environments = REPOSITORY / "src/grpo_recipes/extensions/environments"

@@ -41,6 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "steps_per_generation": 4,
         "gradient_accumulation_steps": 2,
         "advantage_estimator": "reinforce_plus_plus_baseline",
+        "teacher_coef": 2.0,
     },
     "two-iterations": {
         "windows": 2,
@@ -58,6 +59,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "steps_per_generation": 2,
         "gradient_accumulation_steps": 4,
         "advantage_estimator": "rloo",
+        "teacher_coef": 0.5,
     },
 }
 ROWS = 4  # per micro-batch and rank
@@ -110,6 +112,7 @@ def train(folder: Path, shape: str, stop_at: int | None = None, **keys: Any) -> 
     tokenizer = smoke.build_tokenizer()
     facts = SHAPES[shape]
     prompts_at_once = WORLD * ROWS * facts["steps_per_generation"] // GROUP
+    teacher = {"teacher_model_name_or_path": str(folder.parent / "teacher")} if "teacher_coef" in facts else {}
     args = GRPOConfig(
         output_dir=str(folder / "checkpoints"),
         max_steps=last_step(shape),
@@ -124,7 +127,7 @@ def train(folder: Path, shape: str, stop_at: int | None = None, **keys: Any) -> 
         disable_tqdm=True,
         use_vllm=False,
         **{name: value for name, value in facts.items() if name not in ("windows", "epoch")},
-        **{"save_strategy": "no", **keys},
+        **{"save_strategy": "no", **teacher, **keys},
     )
     trainer = GRPOTrainer(
         model=smoke.build_model(tokenizer),
@@ -204,7 +207,12 @@ def main(folder: Path, *shapes: str) -> None:
 
 
 def _made(folder: Path) -> Path:
+    """Make a shape's folder with the model that is its teacher."""
     folder.mkdir(exist_ok=True)
+    if RANK == 0:
+        torch.manual_seed(1)
+        smoke.build_model(smoke.build_tokenizer()).save_pretrained(folder / "teacher")
+    _together()
     return folder
 
 

@@ -51,11 +51,11 @@ def test_the_first_prompt_its_tokens_its_end_and_the_scores(sums, tmp_path):
 
 
 def test_a_teacher_with_another_tokenizer(sums, tmp_path):
-    for name, has_words in (("same", False), ("more", True)):
-        smoke.build_tokenizer(has_words).save_pretrained(tmp_path / name)
+    for name, model in (("same", ""), ("more", smoke.MAFIA)):
+        smoke.build_tokenizer(model).save_pretrained(tmp_path / name)
     told = seen(sums(teacher_model_name_or_path=str(tmp_path / "more")), tmp_path)
     assert "configs    TRL accepts every value" in told
-    student = {"model_name_or_path": "smoke:mafia", "teacher_model_name_or_path": str(tmp_path / "same")}
+    student = {"model_name_or_path": smoke.MAFIA, "teacher_model_name_or_path": str(tmp_path / "same")}
     (problem,) = refused(sums(**student), tmp_path)
     assert "the teacher's tokenizer has no or another id for" in problem
 

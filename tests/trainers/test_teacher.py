@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from trl.experimental.iw_opd import IWOPDConfig, IWOPDTrainer
 
@@ -172,7 +173,7 @@ def test_a_generation_is_read_once_in_several_iterations(
 def test_a_teacher_with_other_tokens_is_rejected_by_name(
     tmp_path: Path, model: str, teacher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more_tokens = smoke.build_tokenizer(mafia=True)
+    more_tokens = smoke.build_tokenizer(smoke.MAFIA)
     message = r"^teacher_model_name_or_path: the teacher's tokenizer has no or another id for \d+ of \d+ tokens"
     with pytest.raises(ConfigError, match=message):
         check_teacher_tokenizer(teacher, more_tokens, False)
@@ -187,3 +188,13 @@ def test_a_teacher_with_other_tokens_is_rejected_by_name(
     smaller.save_pretrained(tmp_path / "smaller")
     with pytest.raises(ConfigError, match=f"the teacher has {count - 1} embeddings, but the trained model has {count}"):
         make_trainer(tmp_path, model, GRPOTrainer, teacher_model_name_or_path=str(tmp_path / "smaller"))
+
+
+def test_an_adapter_learns_from_a_teacher(tmp_path: Path, model: str, teacher: str) -> None:
+    keys = {"teacher_model_name_or_path": teacher, "per_device_train_batch_size": 2 * GROUP, **ALONE}
+    whole = generation(make_trainer(tmp_path / "whole", model, GRPOTrainer, **keys))
+    adapter = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = make_trainer(tmp_path, model, GRPOTrainer, peft_config=adapter, **keys)
+    torch.testing.assert_close(generation(trainer)["advantages"], whole["advantages"], rtol=0, atol=1e-5)
+    trainer.train()
+    assert all(row["grad_norm"] > 1e-3 for row in rows_of(tmp_path))
