@@ -176,7 +176,7 @@ class Workload(dict[str, Any]):
         if not (sizes := self.get("teacher")):
             return 0
         count: int = sizes["parameters"]
-        shard = count // self["world_size"]
+        shard: int = count // self["world_size"]
         if self["accelerator"] == "zero3":
             return self.computed * (shard + min(count, _ZERO3_LIVE))
         if self["accelerator"] == "fsdp2":
