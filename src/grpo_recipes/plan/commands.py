@@ -34,7 +34,7 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import environment_keys
 from grpo_recipes.recipe.learning import mixed_precision, served_dtype
 from grpo_recipes.recipe.registry import EXTERNAL, LORA_RANKS, SYNC_METHODS
-from grpo_recipes.recipe.rules import longest_completion, reports_to
+from grpo_recipes.recipe.rules import longest_completion
 from grpo_recipes.recipe.trackers import SHARED_FOLDERS, TRACKERS
 from grpo_recipes.recipe.vllm_flags import flag_words
 from grpo_recipes.runs.rundir import SYNC_FOLDER
@@ -428,7 +428,6 @@ def read_tee(environment: Mapping[str, str]) -> str | None:
 def _trainer_environment(recipe: Recipe, plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of the trainers that are equal on every node, for example those of a co-located vLLM."""
     variables = {}
-    hidden = [] if "wandb" in reports_to(recipe) else ["wandb"]  # TRL imports what is installed
     if plan.device == "cpu":
         # The flag --use_cpu keeps accelerate on the CPU. ACCELERATE_USE_CPU would also make it ignore DeepSpeed, and
         # `accelerate launch --cpu` would ignore --num_processes.
@@ -438,8 +437,8 @@ def _trainer_environment(recipe: Recipe, plan: Plan, environment: Mapping[str, s
         if recipe.processes.torch_compile:
             variables.pop("TORCHDYNAMO_DISABLE", None)  # it would also disable compilation of the training
     elif plan.bridge != "nccl":
-        hidden.append("vllm")
-    return {**variables, HIDDEN_PACKAGES: " ".join(hidden)} if hidden else variables
+        variables[HIDDEN_PACKAGES] = "vllm"
+    return variables
 
 
 def _plan_trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names, machine: int) -> Process:
