@@ -180,7 +180,8 @@ class Workload(dict[str, Any]):
         if self["accelerator"] == "zero3":
             return self.computed * (shard + min(count, _ZERO3_LIVE))
         if self["accelerator"] == "fsdp2":
-            return self.computed * (2 * (sizes["layer"] + sizes["embedding"]) + (0 if self.offloads else shard))
+            gathered: int = 2 * (sizes["layer"] + sizes["embedding"])
+            return self.computed * (gathered + (0 if self.offloads else shard))
         return self.computed * count
 
     @property
