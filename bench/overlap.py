@@ -166,7 +166,7 @@ def server(task: Task) -> Iterator[int]:
     environment = {
         **base_environment(os.environ),
         **run_environment(os.environ, scratch, scratch.disk, SERVED),
-        **server_environment("cpu", None),
+        **server_environment("cpu", None, os.environ),
     }
     os.environ |= {name: environment[name] for name in ("GRPO_TOKEN_FILE", "GRPO_SYNC_DIR", "GRPO_RUN")}
     recipe = read_recipe(find_code_root() / "recipes/smoke/grpo.yaml")

@@ -165,7 +165,7 @@ def served() -> Iterator[tuple[Path, str]]:
     environment = {
         **base_environment(os.environ),
         **run_environment(os.environ, scratch, scratch.disk, SERVED),
-        **server_environment("cpu", None),
+        **server_environment("cpu", None, os.environ),
     }
     os.environ |= {name: environment[name] for name in ("GRPO_TOKEN_FILE", "GRPO_SYNC_DIR", "GRPO_RUN")}
     argv = server_command(recipe, str(folder / "model"), SERVED, "127.0.0.1", port, "cpu")
