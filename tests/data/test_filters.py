@@ -39,6 +39,15 @@ def test_other_rows_are_dropped_and_counted(write: Callable[..., str], load: Cal
     prompts = load(dataset_name=write(ROWS, kind=kind), dataset_filter="pass_rate in 0.1..0.9")
     assert prompts.dataset["answer"][:] == ["2", "3", "4"] and prompts.dataset["pass_rate"][:] == [0.1, 0.5, 0.9]
     assert prompts.counts.filtered == 3 and "3 outside of dataset_filter dropped" in str(prompts)
+    rows = [(0.0, 1, False), (0.1, 1, True), (0.5, 1, True), (0.9, 1, True), (1.0, 1, False)]
+    assert prompts.counts.filter_values == {"pass_rate": rows}
+
+
+def test_many_numbers_are_counted_in_steps() -> None:
+    counts = RowFilter("level", 50, 75).count([*range(101), None, "text"])
+    assert [start for start, _, _ in counts] == [5.0 * step for step in range(20)]
+    assert [rows for _, rows, _ in counts] == [5] * 19 + [6]  # the last step has its end
+    assert [start for start, _, is_kept in counts if is_kept] == [50, 55, 60, 65, 70, 75]
 
 
 def test_the_rows_of_a_stream_are_filtered(write: Callable[..., str], load: Callable[..., Prompts]) -> None:

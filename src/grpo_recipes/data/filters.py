@@ -13,8 +13,8 @@ from grpo_recipes.recipe.shapes import root_of, value_at
 def filter_rows(rows: Rows, text: str | None, source: str, counts: Counts) -> Rows:
     """Return the rows with a number in the range of ``dataset_filter``; all rows without a filter.
 
-    ``counts.filtered`` gets the number of other rows, except of a stream. Raise ConfigError if ``source`` has no such
-    column.
+    ``counts`` gets the number of other rows and the distribution of the column, except of a stream. Raise ConfigError
+    if ``source`` has no such column.
     """
     row_filter = parse_row_filter(text) if text else None
     if row_filter is None:
@@ -25,6 +25,8 @@ def filter_rows(rows: Rows, text: str | None, source: str, counts: Counts) -> Ro
         return rows.filter(lambda row: row_filter.keeps(value_at(row, row_filter.column)))
     with describing_read_errors(source):
         columns = rows.select_columns([root_of(row_filter.column, names)])
-        indices = [index for index, row in enumerate(columns) if row_filter.keeps(value_at(row, row_filter.column))]
+        values = [value_at(row, row_filter.column) for row in columns]
+    indices = [index for index, value in enumerate(values) if row_filter.keeps(value)]
     counts.filtered += len(rows) - len(indices)
+    counts.filter_values = {row_filter.column: row_filter.count(values)}
     return rows.select(indices)

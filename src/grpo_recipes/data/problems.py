@@ -187,6 +187,8 @@ class Counts:
     """Rows dropped since prompt and answer equal an earlier row."""
     filtered: int = 0
     """Rows dropped since ``dataset_filter`` does not select them."""
+    filter_values: dict[str, list[tuple[float, int, bool]]] = field(default_factory=dict)
+    """Column of ``dataset_filter`` -> its numbers, each with its rows and whether the filter keeps them."""
     too_long: int = 0
     """Rows dropped since they are longer than ``max_prompt_length``."""
     other_answers: int = 0

@@ -6,7 +6,8 @@ row_filter.keeps(0.5)  # True
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from grpo_recipes.recipe.sources import requested_source
 _EXAMPLE = "dataset_filter: 'pass_rate in 0.1..0.9'"
 _FILTER = re.compile(r"\s*(\S+)\s+in\s+(\S+)\s*")
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+MOST_COUNTS = 20  # numbers in the distribution of a column
 _RANGE = re.compile(rf"({_NUMBER.pattern})\.\.({_NUMBER.pattern})")
 
 
@@ -36,6 +38,24 @@ class RowFilter:
         """Return whether a value of the column is in the range. A missing value and text are not."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
         return is_number and self.least <= value <= self.most
+
+    def count(self, values: Iterable[Any]) -> list[tuple[float, int, bool]]:
+        """Return each number among the values, with its count and whether it is kept.
+
+        More than ``MOST_COUNTS`` different numbers are rounded down to that many steps between the smallest and the
+        largest. A step is kept if any of its numbers is.
+        """
+        numbers = Counter(float(value) for value in values if RowFilter(self.column, -math.inf, math.inf).keeps(value))
+        if len(numbers) <= MOST_COUNTS:
+            return [(number, numbers[number], self.keeps(number)) for number in sorted(numbers)]
+        low, high = min(numbers), max(numbers)
+        width = (high - low) / MOST_COUNTS
+        rows, kept = Counter[float](), set[float]()
+        for number, count in numbers.items():
+            start = low + width * min(int((number - low) / width), MOST_COUNTS - 1)
+            rows[start] += count
+            kept |= {start} if self.keeps(number) else set()
+        return [(start, rows[start], start in kept) for start in sorted(rows)]
 
 
 def parse_range(text: str) -> tuple[float, float] | None:

@@ -96,7 +96,11 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
             if held_out:
                 print(f"grpo: {held_out}")
             summaries = [str(dataset) for dataset in (prompts, held_out) if dataset]
-            counts = {"read": prompts.counts.read, "too_long": prompts.counts.too_long}
+            counts = {
+                "read": prompts.counts.read,
+                "too_long": prompts.counts.too_long,
+                "filter_values": prompts.counts.filter_values,
+            }
             # The terminal and the report read this row.
             append_json(run / "prompts.jsonl", {"step": 0, "said": summaries, **counts})
             if checkpoint is not None and args.ignore_data_skip:

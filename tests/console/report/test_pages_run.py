@@ -439,6 +439,21 @@ def test_the_page_says_how_many_prompts_were_dropped(tmp_path: Path) -> None:
     assert notice in write_report(folder).read_text()
 
 
+def test_the_page_shows_which_rows_the_dataset_filter_keeps(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    assert "Training rows by" not in write_report(folder).read_text()
+    values = [[0.0, 40, False], [0.5, 50, True], [1.0, 1200, False]]
+    row = {"step": 0, "said": [], "filter_values": {"pass_rate": values}}
+    (folder / "prompts.jsonl").write_text(json.dumps(row) + "\n")
+
+    page = write_report(folder).read_text()
+
+    assert "Training rows by pass_rate" in page
+    assert "50 rows of 1,290 are in the range of dataset_filter" in page
+    bars = re.findall(r'<td>([\d.]+)</td><td>([\d,]+)</td><td><svg[^>]*aria-label="([a-z ]+)"', page)
+    assert bars == [("0", "40", "left out"), ("0.5", "50", "kept"), ("1", "1,200", "left out")]
+
+
 def test_the_page_names_the_run_in_wandb(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     assert "W&amp;B" not in write_report(folder).read_text()

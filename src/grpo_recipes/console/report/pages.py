@@ -113,8 +113,16 @@ def render_run_page(
         linked=path is not None and path.absolute().parent == run.folder, live=run.status in UNFINISHED,
         resumed=[step for step in run.summary.get("resumed_at") or () if isinstance(step, int)],
         tracked=read_wandb_address(run), polling=polling, clocks=[make_clock([run.metrics], choose_window(rows))],
-        best=read_json(run.folder / BEST),
+        best=read_json(run.folder / BEST), filter_values=read_filter_values(run),
     )  # fmt: skip
+
+
+def read_filter_values(run: RunRecord) -> dict[str, list[list[Any]]]:
+    """Return the column of ``dataset_filter``, with its values, their rows and whether the run trains on them."""
+    for counts in [*read_rows(run.folder / "prompts.jsonl")][-1:]:  # the last attempt
+        values = counts.get("filter_values")
+        return values if isinstance(values, dict) else {}
+    return {}
 
 
 def read_wandb_address(run: RunRecord) -> str:
