@@ -64,7 +64,7 @@ def test_without_tools_the_model_only_guesses(launch: Callable[..., Launch], sho
 
 @pytest.mark.timeout(1500)
 def test_a_run_stopped_among_tool_calls_continues_bit_for_bit(launch: Callable[..., Launch], shop: Path) -> None:
-    flags = (str(shop), "--max_steps", "4", "--save_steps", "2", "--eval_strategy", "no", "--eval_on_start", "false")
+    flags = (str(shop), "--max_steps", "4", "--save_steps", "2", "--eval_steps", "4", "--eval_on_start", "false")
     whole = launch(*flags, folder="whole")
     assert whole.wait(900) == 0, whole.output
     assert max(row["episodes/tool_calls"] for row in whole.rows()) > 0.5

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo_recipes import smoke
 from grpo_recipes.extensions.environments.smoke_games import Example, imitate
@@ -26,7 +26,7 @@ TEMPLATE = (
     "{% endif %}{% for message in messages %}<|{{ 'user' if message['role'] == 'tool' else message['role'] }}|>"
     "{{ message['content'] }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-_TOOLS = [{"function": {"name": name}} for name in ("price", "multiply")]
+_TOOLS: list[Any] = [{"function": {"name": name}} for name in ("price", "multiply")]
 _SHOWN_SHARE = 0.75  # fraction of episodes with tools in the prompt
 
 

@@ -142,7 +142,7 @@ class ToolEpisodes(Episodes):
             }
             for tool_call, score in results
         ]
-        info = {"tool_calls": float(len(results)), "tool_failures": float(failures)}
+        info: dict[str, float | str] = {"tool_calls": float(len(results)), "tool_failures": float(failures)}
         return Turn(messages, done=not results and not episode.unfinished, info=info)
 
     def _make_output(self, trainer: SamplingTrainer) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import asyncio
 import copy
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -103,7 +103,7 @@ class CallParser:
         from trl.chat_template_utils import add_response_schema, llama3_template, qwen3_template
 
         self._tokenizer, self._tools, self._end = tokenizer, list(tools), ""
-        self._format: Mapping[str, Any] | None = getattr(tokenizer, "response_template", None)
+        self._format: dict[Any, Any] | None = getattr(tokenizer, "response_template", None)
         if self._format is None:
             known: Any = copy.copy(tokenizer)
             try:
