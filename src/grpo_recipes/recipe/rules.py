@@ -41,9 +41,14 @@ _PART = r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?"
 _REPOSITORY = re.compile(rf"(?!.*(?:--|\.\.|\.git$))(?:{_PART}/)?{_PART}")
 _BRANCH = re.compile(r"(?![0-9a-f]{40}$)[\w][\w./-]{0,200}")
 REPORTERS = ("none", *TRACKERS)
+# Names of keys -> why they are rejected, and the fix.
 _UNSUPPORTED = {
-    "save_only_model": "a checkpoint without optimizer cannot be resumed",
-    "load_in_8bit load_in_4bit bnb_* use_bnb_*": "use LoRA to save memory (use_peft: true)",
+    "save_only_model": ("a checkpoint without optimizer cannot be resumed", "remove it"),
+    "load_in_8bit load_in_4bit bnb_* use_bnb_*": (
+        "the adapter would be trained on quantized weights, but the server adds it to weights that it quantizes "
+        "differently or not at all, so no comparison can prove that it samples from the trained model",
+        "remove it; LoRA on weights in bfloat16 (use_peft: true) saves most of the memory too",
+    ),
 }
 EMBEDDINGS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out")
 OF_DATASETS = "dataset_* max_train_prompts system_prompt eval_dataset_* eval_subsample eval_max_prompts"
@@ -128,6 +133,11 @@ def removal(recipe: Recipe, key: str) -> str:
 def unsupported_keys() -> set[str]:
     """Return TRL's keys that are not supported with any value except the default."""
     return set(matching_keys(" ".join(_UNSUPPORTED)))
+
+
+def _unsupported(key: str) -> tuple[str, str]:
+    """Return why a key is rejected, and the fix."""
+    return next(entry for names, entry in _UNSUPPORTED.items() if key in matching_keys(names))
 
 
 @functools.cache
@@ -365,8 +375,8 @@ RULES = (
         lambda r, _: f"set save_steps: {round(r.run.save_steps)}"),
     Rule("epsilon_high", lambda r: r.loss.epsilon_high is not None and r.loss.epsilon_high < r.loss.epsilon,
         "epsilon_high {epsilon_high} is below epsilon {epsilon}", "set epsilon_high to {epsilon} or more, e.g. 0.28"),
-    Rule("{item}", lambda r: set_by_user(r, " ".join(_UNSUPPORTED), any_value=False), "{item} is not supported",
-        lambda _, key: next(f"remove it; {why}" for names, why in _UNSUPPORTED.items() if key in matching_keys(names))),
+    Rule("{item}", lambda r: set_by_user(r, " ".join(_UNSUPPORTED), any_value=False),
+        lambda _, key: f"{key} is not supported: {_unsupported(key)[0]}", lambda _, key: _unsupported(key)[1]),
     # Precision and learning rate.
     Rule("learning_rate", lambda r: r.optimizer.learning_rate == 0,
         "learning_rate is 0, so no weight changes", "set learning_rate to more than 0, e.g. 1e-6"),
