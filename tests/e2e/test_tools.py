@@ -33,7 +33,7 @@ def evaluations(run: Launch) -> list[dict[str, float]]:
 def test_a_model_learns_to_call_tools(launch: Callable[..., Launch], shop: Path, mode: str) -> None:
     run = launch(str(shop), "--vllm_mode", mode)
     assert run.wait(1300) == 0, run.output
-    before, after = evaluations(run)
+    before, after = evaluations(run)  # seen with a server: right answers 0.43 and 0.94, calls 0.86 and 1.91
     assert before["eval_reward"] < 0.6 and after["eval_reward"] > 0.8
     assert before["eval_episodes/tool_calls"] < 1.5 < after["eval_episodes/tool_calls"]
     rows = run.rows()
@@ -58,7 +58,7 @@ def test_without_tools_the_model_only_guesses(launch: Callable[..., Launch], sho
     recipe.write_text("\n".join(lines) + "\n")
     run = launch(str(recipe))
     assert run.wait(1300) == 0, run.output
-    _, after = evaluations(run)
+    _, after = evaluations(run)  # seen: 0.04 and 0.03
     assert after["eval_reward"] < 0.3
 
 
