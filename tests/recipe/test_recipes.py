@@ -119,9 +119,12 @@ def test_batches_on_several_nodes_need_the_gpus_of_a_node(capsys: pytest.Capture
 @pytest.mark.parametrize(
     "path", sorted((find_code_root() / "recipes/environments").glob("*.yaml")), ids=lambda path: path.stem
 )
-def test_recipes_of_environments_are_right_and_play_what_they_name(path: Path, tmp_path: Path) -> None:
+def test_recipes_of_environments_are_right_and_play_what_they_name(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("reasoning_gym")
     pytest.importorskip("verifiers")
+    monkeypatch.chdir(find_code_root())
     recipe = read_recipe(path)
     assert check(recipe, {}) == []
     device = "cpu" if path.stem.endswith("_smoke") else "cuda"
