@@ -20,7 +20,7 @@ from grpo_recipes.recipe import Recipe, read_frozen, read_recipe
 from grpo_recipes.recipe.check import check, notes
 from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 from grpo_recipes.recipe.registry import OBJECTIVES
-from grpo_recipes.recipe.tasks import RequestedTask, requested_task, same_task, task_of, with_task
+from grpo_recipes.recipe.tasks import RequestedTask, requested_task, require_same_task, task_of, with_task
 from grpo_recipes.runs.rundir import new_run, write_json
 
 GRPO, MAXENT = RequestedTask("grpo", "--task"), RequestedTask("maxent", "MAXENT")
@@ -212,14 +212,14 @@ def test_a_frozen_recipe_says_its_task_by_itself(read: Callable[..., Recipe], tm
     (tmp_path / "frozen.yaml").write_text(recipe.as_yaml())
     reread = read_frozen(tmp_path / "frozen.yaml")
     assert task_of(reread) == "maxent" and reread.source("maxent_objective") == "MAXENT_OBJECTIVE"
-    same_task(reread, RequestedTask(), "maxent")
-    same_task(reread, MAXENT, "maxent")
+    require_same_task(reread, RequestedTask(), "maxent")
+    require_same_task(reread, MAXENT, "maxent")
     with pytest.raises(ConfigError, match="--task: requests GRPO, but this run is MaxEnt"):
-        same_task(reread, GRPO, "maxent")
+        require_same_task(reread, GRPO, "maxent")
     with pytest.raises(ConfigError, match="MAXENT: requests MaxEnt, but this run is GRPO"):
-        same_task(read(), MAXENT, "grpo")
+        require_same_task(read(), MAXENT, "grpo")
     with pytest.raises(ConfigError, match="--maxent_objective: 'maxent_objective' would turn this run into"):
-        same_task(read(["--maxent_objective", "listwise"]), RequestedTask(), "grpo")
+        require_same_task(read(["--maxent_objective", "listwise"]), RequestedTask(), "grpo")
 
 
 def test_a_plan_shows_what_is_optimised(planned: Callable, read: Callable[..., Recipe]) -> None:

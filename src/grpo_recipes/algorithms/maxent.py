@@ -73,9 +73,9 @@ def target_weights(
 def tempered_weights(utilities_PG: torch.Tensor, tau: float | torch.Tensor) -> torch.Tensor:
     """Return softmax(utility / tau) over each group: (P, G) weights that sum to 1 over the scorable completions.
 
-    ``tau``, in units of utility, is a number or a tensor that broadcasts against (P, 1). At 0 all weight is on the
-    largest utility, divided among ties. At inf the weights are uniform. Raise ValueError for a tau below 0 or an
-    infinite utility.
+    A completion with the utility NaN is not scorable: its weight is 0. ``tau``, in units of utility, is a number or a
+    tensor that broadcasts against (P, 1). At 0 all weight is on the largest utility, divided among ties. At inf the
+    weights are uniform. Raise ValueError for a tau below 0 or NaN, or an infinite utility.
     """
     utilities_PG, scorable_PG = _split_values_and_mask(utilities_PG, "utilities")
     return _compute_tempered_softmax(utilities_PG, scorable_PG, _make_temperature(tau, utilities_PG))

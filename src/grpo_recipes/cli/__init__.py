@@ -34,7 +34,7 @@ _COMMANDS = {
     **{name: f"grpo_recipes.cli.recipes:{name.replace('-', '_')}"
        for name in ("new", "check", "check-rewards", "plan")},
     "keys": "grpo_recipes.cli.keys:keys",
-    "fetch": "grpo_recipes.cli.machine:fetch",
+    "fetch": "grpo_recipes.cli.fetch:fetch",
     **{name: f"grpo_recipes.cli.runs:{name}" for name in ("launch", "submit")},
     **{name: f"grpo_recipes.cli.follow:{name}" for name in ("status", "logs", "stop")},
     "completion": "grpo_recipes.cli.shell:completion",

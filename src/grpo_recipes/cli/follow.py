@@ -95,7 +95,7 @@ def find_run(name: str) -> Run:
 
 
 def _folder_of_job(job_id: str) -> Path:
-    """Find the run directory of a job by a pointer from its launcher or submission, or by its batch script.
+    """Find the run directory of a job: the path in a pointer file in run_root, or the folder of its batch script.
 
     Raise ConfigError if no run of the job is found, or if the job is an array of several runs.
     """

@@ -32,7 +32,7 @@ _TAIL_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class BareJob:
-    """A job without a run directory. It has the attributes of ``Run`` that `grpo logs` reads."""
+    """A Slurm job without a run directory. It has the attributes of ``Run`` that `grpo logs` reads."""
 
     job_id: str
     job: Job | None  # None if Slurm no longer knows it
@@ -50,7 +50,7 @@ class BareJob:
 
     @property
     def state(self) -> str:
-        """The state of the job in a few words."""
+        """The state of the Slurm job in a few words, for example ``waiting in the queue (Priority)``."""
         if self.job is None:
             return "ended before its run directory existed"
         if self.job.waits:

@@ -61,7 +61,7 @@ def new(options: argparse.Namespace) -> int:
     """Write a recipe that trains on this machine, with a line that tells editors its schema.
 
     A recipe of another project is translated, which may write several files. Raise ConfigError if a file exists or
-    can't be written, or if ``--from`` is a script.
+    can't be written, or if ``--from`` is a .py or .sh file.
     """
     for where, name in (("FILE", options.file), ("--from", options.source)):
         if name == "":
@@ -115,7 +115,11 @@ def start_text(device: str) -> str:
     takes_recipe=True,
 )
 def check(options: argparse.Namespace) -> int:
-    """Print the notes of a valid recipe; with ``--json``, print notes and problems of any recipe."""
+    """Print the notes of a recipe; raise ConfigError with all problems if it is not valid.
+
+    With ``--json``, print notes and problems as JSON instead of raising, and return EXIT_CONFIG_ERROR if there are any
+    problems.
+    """
     with _json_report(options, notes=[], deep=[]) as report:
         recipe = chosen_recipe(options)
         optional_notes = [

@@ -326,7 +326,10 @@ def find_record(asset: Asset, environment: Mapping[str, str]) -> Asset | None:
 
 
 def get_record_path(asset: Asset, environment: Mapping[str, str]) -> Path:
-    """Return the path of an asset's record, ``<CACHE_ROOT>/fetched/<name>.json``."""
+    """Return the path of an asset's record, ``<CACHE_ROOT>/fetched/<name>.json``.
+
+    The name has kind, asset, revision and a hash, so that assets that differ in one of their fields have two records.
+    """
     identity_hash = hashlib.sha256(json.dumps([*asset.identity, asset.revision, asset.code]).encode()).hexdigest()
     name = f"{asset.kind}--{_format_asset_name(asset)}@{quote(str(asset.revision), safe='')[:12]}-{identity_hash[:8]}"
     return cache_root(environment) / "fetched" / f"{name}.json"

@@ -26,7 +26,7 @@ from grpo_recipes.recipe.generated import keys_of_data
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE
 from grpo_recipes.recipe.rules import reports_to
 from grpo_recipes.recipe.sources import user_code
-from grpo_recipes.recipe.tasks import GRPO, requested_task, same_task
+from grpo_recipes.recipe.tasks import GRPO, requested_task, require_same_task
 from grpo_recipes.recipe.trackers import remote_trackers
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, spec_problem, split_spec
 from grpo_recipes.runs import rundir
@@ -123,7 +123,7 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
         say(f"note: {note}")
     request = requested_task(environment, options.task)
     if run.plan:
-        same_task(recipe, request, run.plan["task"])
+        require_same_task(recipe, request, run.plan["task"])
     return run, replace(recipe, entry=run.plan.get("entry", request.entry))
 
 

@@ -369,7 +369,10 @@ def server_command(
 
 
 def with_server_port(process: Process, host: str, old_port: int, port: int) -> Process:
-    """Return the process with the server's ``old_port`` in its argv replaced by ``port``."""
+    """Return the process with the server's ``old_port`` in its argv replaced by ``port``.
+
+    Only ``http://HOST:OLD_PORT`` and the values of ``--port`` and ``--vllm_server_port`` are replaced.
+    """
 
     def move(flag: str, word: str) -> str:
         if word == f"http://{host}:{old_port}":

@@ -218,9 +218,10 @@ def require_shareable_gpu(recipe: Recipe, resources: Resources, mode: str, bridg
 def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the server's GPUs, and a list with the training GPUs of each node. Rank 0 gets the first training GPU.
 
-    The server gets the first GPUs of the first node. A GPU that the server and rank 0 share is in both results. Without
-    a server, and on CPU, the first result is empty. Raise ConfigError if no GPU would be left to train on, or if
-    ``vllm_node: own`` has no second node or no server.
+    ``mode`` is the plan's vLLM mode. The server gets the first GPUs of the first node. With ``vllm_node: own``, no GPU
+    of this node trains: its tuple is empty. A GPU that the server and rank 0 share (``shares_gpu``) is in both results.
+    Without a server, and on CPU, the first result is empty. Raise ConfigError if no GPU would be left to train on, or
+    if ``vllm_node: own`` has no second node or no server.
     """
     node_gpus = [node.gpus for node in resources.all_nodes()]
     separate_node = recipe.server.node == "own"

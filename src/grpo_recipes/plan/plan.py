@@ -224,7 +224,8 @@ def choose_max_num_seqs(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> in
 def _requested_completions(recipe: Recipe, plan: Plan, default: int) -> int:
     """Return the most completions that the run requests from one vLLM engine at the same time.
 
-    Training, evaluation and benchmarks count. It is at least ``default`` if an extension samples by itself on a server.
+    Training, evaluation and benchmarks count. It is at least vLLM's own ``default`` if an extension samples by itself
+    on a server.
     """
     world_size = plan.batch.world_size
     requested: int = max(devices.count_generation_completions(recipe, plan.batch), (plan.eval_batch or 0) * world_size)

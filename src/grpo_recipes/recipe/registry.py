@@ -342,7 +342,11 @@ class Objective:
 
 
 def policy_per_token(recipe: Callable[[str], Any]) -> bool:
-    """Return whether the loss divides the policy's log-prob by each completion's length; ``recipe`` looks up a key."""
+    """Return whether a MaxEnt loss divides the policy's log-prob of a completion by the completion's length.
+
+    ``maxent_length_normalize_policy`` decides, except that listwise with a policy temperature never divides. ``recipe``
+    returns the value of a recipe key.
+    """
     has_temperature = recipe("maxent_objective") == "listwise" and recipe("maxent_policy_temperature") > 0
     return not has_temperature and bool(recipe("maxent_length_normalize_policy"))
 

@@ -151,10 +151,10 @@ def _switch_to_maxent(recipe: Recipe, source: str) -> Recipe:
     return replace(recipe, notes=[*recipe.notes, *notes])
 
 
-def same_task(recipe: Recipe, request: RequestedTask, task: str) -> None:
-    """Raise ConfigError if the request or an override would change the task of a resumed run.
+def require_same_task(recipe: Recipe, request: RequestedTask, task: str) -> None:
+    """Raise ConfigError if ``request``, or ``maxent_objective`` in ``recipe``, would change a resumed run's ``task``.
 
-    ``task`` is the task of the run. For the task of an extension, only ``--task`` is compared.
+    If an extension trains the task, only ``--task`` is an error.
     """
     if task not in ENTRIES:
         if request.source == "--task":

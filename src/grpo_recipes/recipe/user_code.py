@@ -191,9 +191,9 @@ def missing_argument_problems(
 
 
 def find_comparison(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, int] | None:
-    """Return name and line of the first call in which a reward compares all completions, for example ``max``.
+    """Return name and line of a reward's first call that compares completions, for example ``max``, or None.
 
-    Return None if there is no such call.
+    In such a call, an argument is a list with one value per completion.
     """
     lists = {"completions"}  # variables with one value per completion
 

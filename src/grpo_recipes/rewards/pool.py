@@ -376,7 +376,11 @@ class RewardPool:
             self._replace_child(child)
 
     def _replace_child(self, child: _Child) -> None:
-        """End a child, put its unfinished rows back at the front of the open rows, and start another child."""
+        """End a child, put its unscored rows back at the front of the open rows, and start another child.
+
+        The first replacement starts two children, one of them as a spare. Score a row at fault before this call, or it
+        is sent again.
+        """
         if child.rows:
             self._add_span(child, child.reward)
         self._open_rows.extendleft(reversed(child.rows))

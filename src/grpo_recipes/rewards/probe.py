@@ -433,7 +433,7 @@ def _list_answers(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
 
 
 def _compare_means(tries: list[ProbeCompletion], formats: Sequence[str]) -> tuple[float, float | None, float | None]:
-    """Return the absolute difference between the mean rewards of right and wrong completions, and the two means.
+    """Return the absolute difference between the mean rewards of right and wrong completions, and both in this order.
 
     Only completions in these formats count. Without scores, a mean is None and the difference is -1.
     """

@@ -167,7 +167,8 @@ def read_scores(result: Any, rows: int, converts: Callable[[Any], Score] | None 
 def _convert_entry(entry: Any) -> Score:
     """Convert an entry of a reward's result, a number or None, to a score.
 
-    Anything else, and nan or inf, gives a score without value but with a reason.
+    None gives a score without value. Anything else, and a number that can't be trained on (nan, inf, beyond 1e15),
+    gives a score without value but with a reason.
     """
     if entry is None:
         return Score(None)

@@ -294,7 +294,7 @@ class ColocatedRollouts(VllmRollouts):
         return self._sample_in_groups(prompts, sampling, groups)
 
     def _sample_part(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Tokens]]:
-        """Sample this engine's prompts with vLLM, each with its own seed."""
+        """Sample this engine's prompts with vLLM, each with its own seed. Return token ids, (prompts, samples)."""
         from vllm import SamplingParams
 
         keys: dict[str, Any] = {"n": sampling.samples, "temperature": sampling.temperature}

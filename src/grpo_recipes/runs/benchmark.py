@@ -1,7 +1,8 @@
-"""Write the BENCHMARK SUMMARY of one run as text and as JSON: duration, times of steps and weight syncs, and memory.
+"""Write the BENCHMARK SUMMARY of one run: duration, times of steps and weight syncs, and memory.
 
-To compare weight sync methods, compare the summaries of runs. All numbers come from the run directory. Step, sync and
-data fetch times do not overlap.
+``write_benchmark`` writes ``benchmark.json`` and returns the text. All numbers come from ``metrics.jsonl`` and
+``summary.json`` of the run. Step, sync and data fetch times do not overlap. To compare weight sync methods, compare the
+summaries of runs.
 """
 
 import math

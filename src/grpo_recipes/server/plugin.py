@@ -309,7 +309,7 @@ class WeightReport:
     def _find_held_sync(self) -> int:
         """Return the number of the sync that the current weights came from.
 
-        Without a sync since the start, it is the number in the model's file, or 0.
+        Without a sync since the start, it is the number in the metadata of ``model.safetensors``, or 0.
         """
         if self._grpo_sync is None:
             model = Path(self.vllm_config.model_config.model)
@@ -338,8 +338,8 @@ class WeightReport:
     def grpo_weights(self) -> dict[str, Any]:
         """Return a report of the model's parameters, tied ones once, for comparison with the trainer's weights.
 
-        ``parameters``: name -> [fingerprint, dtype, unit in bytes]; ``packed``: fused name -> its parts; ``sync``: the
-        number of the sync that the weights came from, 0 for none.
+        ``parameters``: name -> [fingerprint, dtype, bytes that it hashes at once]; ``packed``: fused name -> its parts;
+        ``sync``: the number of the sync that the weights came from, 0 for none.
         """
         model = self.get_model()
         parameters: dict[str, list[Any]] = {}

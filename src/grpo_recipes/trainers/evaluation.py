@@ -85,8 +85,11 @@ class Evaluation:
         self.batch += 1
 
     @contextmanager
-    def due(self) -> Iterator[None]:
-        """Run the evaluation that is due in the block. If a stop request ends it, set ``owed`` and suppress Stopped."""
+    def owed_if_stopped(self) -> Iterator[None]:
+        """Mark the block as the evaluation that is due. If a stop request ends it, set ``owed`` and suppress Stopped.
+
+        An evaluation that ends does not clear ``owed``: ``repeat_owed_evaluation`` clears it before it evaluates.
+        """
         self._inside = True
         try:
             yield

@@ -472,7 +472,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             return metrics
         if on_start:
             self.evaluation.read_earlier_metrics()
-        with self.evaluation.due():
+        with self.evaluation.owed_if_stopped():
             metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
         if on_start:
             self.preemption.stop_if_agreed()  # before the first step: nothing is saved

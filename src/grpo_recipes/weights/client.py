@@ -224,8 +224,11 @@ class BridgeClient(SamplingSeeds, ServerConnection):
             raise lost
         return self._has_server_changed()
 
-    def _detect_ready_server(self) -> bool:
-        """Return whether the next server is ready, and store its number. Raise ServerError if there is none."""
+    def _adopt_ready_server(self) -> bool:
+        """Return whether the launcher reports a ready server, and store its number as the last known one.
+
+        Raise ServerError if the launcher reports that the server is gone and no other one is started.
+        """
         epoch, state = self._server_state()
         if state == "gone":
             raise ServerError("the vLLM server is gone and is not started again")
@@ -234,7 +237,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
 
     def _prepare_next_server(self) -> None:
         """Wait for the next server, send it the last weights, verify them (WeightsDiffer), empty its cache."""
-        self._wait_for_server(self._detect_ready_server)
+        self._wait_for_server(self._adopt_ready_server)
         if self._sync:
             self._resend()
             self._verify()
@@ -252,7 +255,10 @@ class BridgeClient(SamplingSeeds, ServerConnection):
             self._repeat_through_restarts(lambda: None)
 
     def _wait_for_server(self, ready: Callable[[], bool]) -> None:
-        """Wait until ``ready`` is true and the server answers. Raise ServerError after the limit of a server start."""
+        """Wait until ``ready`` is true, within the limit of a server start, and then until the server answers.
+
+        The answer must come within QUICK_SECONDS. Raise ServerError after one of the limits.
+        """
         limit = self._args.vllm_server_timeout + _MARGIN_SECONDS
         late = ServerError(f"the vLLM server was not ready again after {limit:g} s")
         self._wait_for(ready, limit, late, _STATE_SECONDS)

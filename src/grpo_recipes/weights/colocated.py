@@ -3,6 +3,7 @@
 The weights are loaded layer by layer, which also works on CPU.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -121,11 +122,12 @@ def trl_building_colocated(**settings: Any) -> AbstractContextManager[None]:
     return replace_attributes(grpo_trainer, VLLMGeneration=partial(ColocatedGeneration, **settings))
 
 
-def _make_engine(args: GRPOConfig, stops: Any, **kwargs: Any) -> "Engine":
+def _make_engine(args: GRPOConfig, stops: Callable[[], bool] | None, **kwargs: Any) -> "Engine":
     """Build the engine with TRL's arguments ``kwargs``, some of them replaced by the options of our vLLM server.
 
-    ``stops`` is called before each engine step and aborts the running batch if it returns True. None never aborts.
-    The engine's exit handler is turned off. On CPU, prompts are not prefilled in chunks.
+    ``stops`` is called before each engine step. If it returns True, the running batch is aborted, and its unfinished
+    rows are missing from the result. The engine's exit handler is turned off. On CPU, prompts are not prefilled in
+    chunks.
     """
     from grpo_recipes.weights.engine import Engine  # imported here: runs with a server need no vLLM in the trainer
 

@@ -78,4 +78,4 @@ class RestartClient(BridgeClient):
     def _serves_newest_model(self) -> bool:
         """Return whether the server is ready and was started with the newest model."""
         newest = str(self._folder(self._sync))
-        return self._detect_ready_server() and (read_json(self._state_file) or {}).get("model") == newest
+        return self._adopt_ready_server() and (read_json(self._state_file) or {}).get("model") == newest

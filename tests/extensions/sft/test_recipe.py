@@ -20,7 +20,7 @@ from grpo_recipes.recipe import Recipe, configs
 from grpo_recipes.recipe.check import check, resolve_recipe
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.rules import matching_keys
-from grpo_recipes.recipe.tasks import requested_task, same_task, task_of, with_task
+from grpo_recipes.recipe.tasks import requested_task, require_same_task, task_of, with_task
 
 SMOKE = find_code_root() / "recipes/smoke/sft.yaml"
 GPUS = Resources("cuda", ("0", "1", "2", "3"), 16, gpu_gib=80)
@@ -90,7 +90,7 @@ def test_variables_for_the_next_run_are_ignored(tmp_path: Path) -> None:
     recipe = resolve(**variables)
     assert task_of(recipe) == "sft" and recipe["maxent_objective"] is None
     assert plan_of(recipe, GPUS, tmp_path).entry == "src/sft.py"
-    same_task(recipe, requested_task(variables), "sft")
+    require_same_task(recipe, requested_task(variables), "sft")
 
 
 def test_an_option_for_another_task_is_rejected() -> None:
@@ -98,7 +98,7 @@ def test_an_option_for_another_task_is_rejected() -> None:
     (problem,) = with_task(recipe, request)[1]
     assert str(problem) == "--task: requests maxent, but the recipe sets task: sft. Fix: remove --task"
     with pytest.raises(ConfigError, match="this run is sft"):
-        same_task(recipe, request, "sft")
+        require_same_task(recipe, request, "sft")
 
 
 def test_the_learning_rate_of_grpo_is_not_used(tmp_path: Path) -> None:

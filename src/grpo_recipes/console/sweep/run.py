@@ -54,7 +54,7 @@ class Backend:
         return submission.site_environment(self.profile, environment) if self.profile else environment
 
     def resources(self, environment: Mapping[str, str]) -> Resources:
-        """Return the devices of a run: the site's for Slurm, otherwise this machine's, without its Slurm job."""
+        """Return the devices of a run: the site's for Slurm, otherwise this machine's, as outside of a Slurm job."""
         profile = self.profile
         return submission.site_resources(profile) if profile else replace(find_resources(environment), job=None)
 

@@ -102,7 +102,7 @@ class Proposals:
 
         A trial that is only in the study is reported to Optuna as failed. A result that is only in the study is added
         to the record. For other trials without a result, wait until their runs have ended, and report the completed
-        runs.
+        runs. The others stay without a result.
         """
         by_number = {trial["number"]: trial for trial in self._trials}
         for study_trial in self._study.trials:

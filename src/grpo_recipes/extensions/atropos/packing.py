@@ -78,9 +78,9 @@ def _find_starved_environment(
 
 
 def _describe_starvation(index: int, size: int, room: int, batch_size: int) -> str:
-    """Return the message that only ``room`` sequences of a batch remain for environment ``index`` (from 0).
+    """Return the message that groups of environment ``index`` (from 0) are only used while other groups are missing.
 
-    Its groups have ``size`` sequences, and need more.
+    A group has ``size`` sequences. The min_allocation of other environments leaves ``room`` of a batch's sequences.
     """
     return (
         f"the min_allocation of other environments leaves {room} of the {batch_size} sequences of a batch, and the "

@@ -215,7 +215,10 @@ def build_config(
 
 
 def preview_changes(recipe: Recipe, index: int) -> list[str]:
-    """Return a line for each value that a run of this recipe would change in its INDEX-th environment."""
+    """Return a line for each default of environment ``index`` (from 0) that a run of this recipe would change.
+
+    Values that the recipe sets in the environment's arguments are left out.
+    """
     entry, label = list_environments(recipe.__getitem__)[index], make_environment_labels(recipe.__getitem__)[index]
     kind, model = load_environment(entry.id), recipe.model.name
     config = build_config(kind, entry, recipe, model, AtroposKeys(recipe).api_url or "of the launch", label)
@@ -223,7 +226,10 @@ def preview_changes(recipe: Recipe, index: int) -> list[str]:
 
 
 def check_arguments(config: type[BaseModel], args: Collection[str]) -> None:
-    """Raise ConfigError for each argument that is not a field of ``config``, or that the launch sets itself."""
+    """Raise ConfigError if arguments are not fields of ``config``, or are set by the launch itself.
+
+    ``args`` are names. The error has a problem for each of them.
+    """
     fields = {*config.model_fields, *(args if config.model_config.get("extra") == "allow" else ())}
     if problems := [*find_argument_problems(config.__name__, fields, args)]:
         raise ConfigError(*problems)

@@ -1,4 +1,4 @@
-"""The part of a plan for environments: their names, turns and tokens. They add no process role."""
+"""The lines about environments in a plan: names, turns, tokens and tools. No process is added (``plan.roles``)."""
 
 from collections.abc import Iterator
 

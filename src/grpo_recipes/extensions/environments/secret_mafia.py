@@ -122,7 +122,10 @@ def choose_planned_action(
 def choose_random_action(
     game: Mapping[str, Any], seat: int, generator: random.Random, messages: Sequence[str] = ()
 ) -> str:
-    """Return a random valid action; a vote goes to one of the players that appear in the most ``messages``."""
+    """Return a random valid action: another player's number in brackets, or a fixed sentence in a discussion.
+
+    A vote goes to one of the players whose numbers appear in brackets in the most ``messages``.
+    """
     targets = [player for player in list_valid_targets(game, seat) if player != seat]
     if targets and game["phase"].value == "Day-Voting":
         mentions = Counter(player for text in messages for player in set(_parse_targets(text)))

@@ -1,5 +1,7 @@
 """The entry point ``run_offline_grpo.py`` for Hydra keys of the offline trainer: one launch, or with -m one sweep.
 
+The offline trainer is another project (docs/migrate.md), whose command lines also work here.
+
     python run_offline_grpo.py train.lr=5e-6 data.problems=sat
     python run_offline_grpo.py -m train.lr=5e-6,1e-5
 

@@ -1,4 +1,4 @@
-"""Generated problems: ModeBench (many right answers to each problem) and seeded problems."""
+"""Generated problems: ModeBench (many right answers to each problem), and problems drawn from a seed."""
 
 from grpo_recipes.recipe.extensions import Extension
 

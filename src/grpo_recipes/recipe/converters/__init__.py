@@ -90,7 +90,7 @@ def by_value(name: str, value: Any) -> dict[str, Any]:
 
 @functools.cache
 def reward_names() -> dict[str, str]:
-    """Return our reward for each reward name of another project."""
+    """Return the rewards of other projects that ``names.yaml`` lists: their name -> our reward."""
     rows = read_file(NAMES_FILE)["rewards"]
     return {name: reward for reward, other_names in rows.items() for name in other_names.split()}
 

@@ -1,7 +1,8 @@
-"""Read a YAML file of another tool as a recipe: each setting of its table becomes recipe keys, a note, or a problem.
+"""Read a YAML file of another tool as a recipe: each setting becomes recipe keys, a note, or a problem.
 
-An extension registers its ``FileConverter`` as the part ``converters``. Recipe keys in such a file are not changed. If
-a setting and a recipe key contradict each other, both are named.
+An extension registers a ``FileConverter`` with a table of the tool's settings as the part ``converters``. A setting
+that the table does not have is a problem. Recipe keys in such a file are not changed. If a setting and a recipe key
+contradict each other, the problem names both.
 """
 
 from __future__ import annotations

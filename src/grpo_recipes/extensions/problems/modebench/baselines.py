@@ -30,10 +30,10 @@ def baselines(answers: Sequence[str], samples: int) -> dict[str, dict[str, Any]]
 
 
 def score_random_guesser(answers: Sequence[str], samples: int) -> dict[str, Any]:
-    """Compute the expected scores of a model that guesses uniformly, without sampling.
+    """Compute the expected pass@k, mean, distinct and coverage of a model that guesses uniformly, without sampling.
 
-    In countdown it guesses orders, brackets and operators, in graph coloring the hidden colors. ``answers`` are
-    problems as JSON, and ``samples`` is k.
+    In countdown it guesses orders, brackets and operators, in graph coloring the hidden colors. ``answers`` is the
+    column ``answer`` of the dataset: problems as JSON. ``samples`` is the number of guesses for each problem.
     """
     mode_chances = [_compute_mode_chances(answer) for answer in answers]
     right = [sum(chances) for chances in mode_chances]

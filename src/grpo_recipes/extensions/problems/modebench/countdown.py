@@ -110,7 +110,8 @@ def count_expressions(count: int) -> int:
 def list_puzzles(count: int, largest: int) -> tuple[CountdownPuzzle, ...]:
     """Return every puzzle of ``count`` different numbers from 2 to ``largest``, sorted; the result is cached.
 
-    Targets are positive integers, none of the numbers, and at most ``largest * count``.
+    A target is the value of an expression that uses each number once. It is a positive integer, none of the numbers,
+    and at most ``largest * count``.
     """
     result = []
     for numbers in combinations(range(SMALLEST, largest + 1), count):
