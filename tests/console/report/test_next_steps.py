@@ -95,6 +95,9 @@ def test_a_collapsed_reward_is_the_first_card(tmp_path: Path) -> None:
     assert card.step is not None and 30 <= card.step <= 40
     assert re.match(rf"The reward fell from 0\.6\d* at step {card.step} to 0\.\d+\. To fix it, lower", card.text)
     assert card.command.endswith("--learning_rate 5e-07 --beta 0.08")
+    at_once, *_ = cards("at once", lambda step: 10.0 * (step > 1))
+    assert at_once.title == "The reward collapsed" and at_once.step == 1
+    assert re.match(r"The reward fell from 0\.\d+ at step 1 to -9\.", at_once.text)
     for name, change in (("dip", 0.003), ("rise", 0.0)):
         titles = [card.title for card in cards(name, lambda step, change=change: change * max(0, step - 35))]
         assert "The reward collapsed" not in titles

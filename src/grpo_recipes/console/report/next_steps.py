@@ -7,7 +7,7 @@ usual next steps.
 import itertools
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,21 +86,29 @@ def make_cards(run: RunRecord, folder: Path, notices: list[Notice]) -> list[Card
 
 
 def _find_collapse(run: RunRecord) -> list[Notice]:
-    """Return a notice if the reward has lost half of its rise, and more than noise explains; else [].
+    """Return a notice if the reward has lost half of its rise, or of its first value, and more than noise explains.
 
-    The best and the last level are means of 5 steps. The noise is estimated from the differences of successive steps.
+    The best and the last level are means of 5 steps. The noise is estimated from the differences of successive steps. A
+    reward that falls at once has no rise, so its first value is compared too, with the noise of the second half.
     """
     rewards, (first, last, best, *_) = run.metrics.known("reward"), run.outcome
     if first is None or last is None or best is None or len(rewards) < 2 * LAST_STEPS:
         return []
     level, step = best
-    variance = sum((b - a) ** 2 for a, b in itertools.pairwise(rewards)) / (2 * (len(rewards) - 1))
-    error = math.sqrt(2 * variance / LAST_STEPS)
+    error = math.sqrt(2 * _estimate_noise(rewards) / LAST_STEPS)
     if level - last <= max(_FAR * error, _LOST * (level - first)):
-        return []
+        level, step = rewards[0], run.metrics.steps[0]
+        error = math.sqrt(_estimate_noise(rewards[len(rewards) // 2 :]))
+        if level - last <= max(_FAR * error, _LOST * abs(level)):
+            return []
     text = f"the reward fell from {level:.3g} at step {step:,.0f} to {last:.3g}"
     fix = "lower learning_rate or raise beta; load_best_model_at_end keeps the best model"
     return [Notice(_COLLAPSE, text, fix, int(step), int(run.metrics.steps[-1]), serious=True)]
+
+
+def _estimate_noise(rewards: Sequence[float]) -> float:
+    """Return the variance of rewards around their trend."""
+    return sum((b - a) ** 2 for a, b in itertools.pairwise(rewards)) / (2 * (len(rewards) - 1))
 
 
 def _make_notice_card(run: RunRecord, recipe: str, notice: Notice) -> Card:

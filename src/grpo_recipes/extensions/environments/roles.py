@@ -38,8 +38,8 @@ class EnvironmentRoles(Roles):
             length = compute_tool_turn_tokens(keys.turn_length, recipe.sampling.max_completion_length or 0)
             names = ", ".join(spec.partition(":")[2] for spec in keys.tools)
             yield f"tools {names}: at most {keys.max_tool_calls} calls in an episode, and {length} tokens in a turn"
-        turns, length = keys.max_turns, keys.turn_length
-        if turns > 1 and length and turns * length == recipe.sampling.max_completion_length:
+        turns, longest = keys.max_turns, keys.turn_length
+        if turns > 1 and longest and turns * longest == recipe.sampling.max_completion_length:
             yield (
                 "episodes of full turns end unfinished: max_completion_length leaves no token for messages between "
                 "turns"

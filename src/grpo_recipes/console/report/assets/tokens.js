@@ -2,7 +2,7 @@
 // under the pointer, or the token that the arrow keys chose. Listeners are on the document, because reader.js copies
 // completions.
 
-const LEGEND = "Green: advantage above 0. Red: below 0. Gray: not trained. Point at a token, or press the arrow keys.";
+const LEGEND = "Green: advantage above 0. Red: below 0. No color: 0. Gray: masked, not trained. Point at a token, or press the arrow keys.";
 
 function tokensOf(fold) {
   const { lengths, advantages, logprobs } = fold.dataset;
@@ -47,9 +47,9 @@ function readToken(fold, node) {
   const index = nodes.indexOf(node);
   const [advantage, logprob] = [advantages[index], logprobs[index]];
   const parts = [JSON.stringify(node.textContent), `token ${index + 1} of ${nodes.length}`];
-  if (Number.isNaN(advantage)) parts.push("not trained");
+  if (Number.isNaN(advantage)) parts.push("masked, not trained");
   else {
-    parts.push("trained", `advantage ${advantage > 0 ? "+" : ""}${formatted(advantage)}`);
+    parts.push(`advantage ${advantage > 0 ? "+" : ""}${formatted(advantage)}`);
     if (Number.isFinite(logprob)) parts.push(`log-prob ${formatted(logprob)} (${Math.round(100 * Math.exp(logprob))} %)`);
   }
   fold.querySelector(".token.read")?.classList.remove("read");
