@@ -189,11 +189,11 @@ def test_tokens_are_colored_and_read_by_pointer_and_keyboard(tmp_path: Path, wid
     assert first["legend"].startswith("Green: advantage above 0.") and "Gray: not trained" in first["legend"]
     assert first["tokens"] == [*texts[:3], "U+200B", *texts[4:]]
     assert (first["kinds"], second["kinds"]) == (["positive"] * 4 + [""] * 2, ["negative"] * 2)
-    assert first["hovered"] == '"3" \u00b7 token 2 of 6 \u00b7 trained \u00b7 advantage +2 \u00b7 log-prob -1 (37 %)'
+    assert first["hovered"] == '"3" \u00b7 token 2 of 6 \u00b7 advantage +2 \u00b7 log-prob -1 (37 %)'
     third, fourth, again, end, home = first["keyed"]
     assert third == again and third.startswith('" <b>&"') and third.endswith("log-prob 0 (100 %)")
     assert fourth.endswith("advantage +2")  # vLLM gave no log-prob
-    assert end.endswith("token 6 of 6 \u00b7 trained \u00b7 advantage 0 \u00b7 log-prob -0.5 (61 %)")
+    assert end.endswith("token 6 of 6 \u00b7 advantage 0 \u00b7 log-prob -0.5 (61 %)")
     assert home.startswith('"\\n" \u00b7 token 1 of 6') and first["marked"] == [0] and first["isReached"]
     assert second["hovered"].endswith("trained \u00b7 advantage -1")
     grounds = [first["grounds"][0], first["grounds"][4], second["grounds"][0]]
@@ -211,6 +211,6 @@ def test_tokens_of_an_environment_are_gray_and_not_trained(tmp_path: Path) -> No
     (fold,) = interact(tmp_path, run / "report.html", ["tokens"])["tokens"]["folds"]
     assert fold["kinds"] == ["positive", "positive", "masked", "masked", "negative"]
     assert fold["keyed"][:2] == [
-        '"\\n" \u00b7 token 3 of 5 \u00b7 not trained', '"user" \u00b7 token 4 of 5 \u00b7 not trained'
+        '"\\n" \u00b7 token 3 of 5 \u00b7 masked, not trained', '"user" \u00b7 token 4 of 5 \u00b7 masked, not trained'
     ]  # fmt: skip
     assert len({*fold["grounds"]}) == 3
