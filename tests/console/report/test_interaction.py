@@ -186,7 +186,7 @@ def test_tokens_are_colored_and_read_by_pointer_and_keyboard(tmp_path: Path, wid
     first, second = found["folds"]
     assert 0 < found["width"] <= width
     assert (first["summary"], second["summary"]) == ("6 tokens", "First 2 of 900 tokens")
-    assert first["legend"].startswith("Green: advantage above 0.") and "Gray: not trained" in first["legend"]
+    assert first["legend"].startswith("Green: advantage above 0.") and "Gray: masked, not trained" in first["legend"]
     assert first["tokens"] == [*texts[:3], "U+200B", *texts[4:]]
     assert (first["kinds"], second["kinds"]) == (["positive"] * 4 + [""] * 2, ["negative"] * 2)
     assert first["hovered"] == '"3" \u00b7 token 2 of 6 \u00b7 advantage +2 \u00b7 log-prob -1 (37 %)'
@@ -195,7 +195,7 @@ def test_tokens_are_colored_and_read_by_pointer_and_keyboard(tmp_path: Path, wid
     assert fourth.endswith("advantage +2")  # vLLM gave no log-prob
     assert end.endswith("token 6 of 6 \u00b7 advantage 0 \u00b7 log-prob -0.5 (61 %)")
     assert home.startswith('"\\n" \u00b7 token 1 of 6') and first["marked"] == [0] and first["isReached"]
-    assert second["hovered"].endswith("trained \u00b7 advantage -1")
+    assert second["hovered"].endswith("token 2 of 2 \u00b7 advantage -1")
     grounds = [first["grounds"][0], first["grounds"][4], second["grounds"][0]]
     assert len(set(grounds)) == 3 and grounds[1] == "rgba(0, 0, 0, 0)"
     strengths = [float(re.findall(r"[\d.]+", grounds[index])[-1]) for index in (0, 2)]
