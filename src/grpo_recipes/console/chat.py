@@ -146,7 +146,10 @@ def find_run_or_model(name: str, needs_model: bool, fix: str) -> tuple[Run | Non
 
 
 def ensure_smoke_model(name: str) -> str:
-    """Return the folder of the smoke model ``name``; run a program that creates the model if it does not exist."""
+    """Return the folder of the smoke model ``name``; run a program that creates the model if it does not exist.
+
+    Raise CalledProcessError if the program fails.
+    """
     folder, program = smoke_command(name, os.environ)
     if not (folder / "COMPLETE").exists():
         _print_line(f"creating the smoke model in {display_path(folder)} (once, about a minute)")

@@ -98,7 +98,7 @@ class Assets:
 
     @property
     def lookup(self) -> Lookup:
-        """A function ``lookup(id, config, split)`` that returns the folder of a downloaded dataset, or None."""
+        """A function ``lookup(id, config, split)`` that returns the folder of a hub dataset in ``present``, or None."""
         datasets = [asset for asset in self.present if asset.kind != MODEL and asset.from_hub]
         paths = {(asset.id, asset.config, asset.split): Path(asset.path) for asset in datasets}
         return lambda name, config, split: paths.get((name, config, split))

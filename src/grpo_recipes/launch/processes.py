@@ -385,7 +385,7 @@ def _find_rank_ending(trainers: State, stopping: bool) -> Ending | None:
 def ending_from_exit(name: str, code: int | None) -> Ending:
     """Return the ending of the process ``name`` from its exit code, negative for a signal or None if unknown.
 
-    Signal n gives the exit code 128+n, and an unknown code gives 1.
+    The ending of signal n has the code 128+n, and an unknown code becomes 1. Other codes stay, also 0.
     """
     if code is None:
         return Ending(1, f"{name} died or was killed")

@@ -52,6 +52,7 @@ class _TimedFile(io.RawIOBase):
         return self._file.readinto(buffer)
 
     def close(self) -> None:
+        """Close this file and the socket's file that it reads. A second call does nothing."""
         if not self.closed:
             self._file.close()
         super().close()

@@ -321,6 +321,7 @@ def _load_file(user_path: str, path: Path) -> ModuleType:
 
 
 def _allow_imports_from(folder: Path) -> None:
+    """Add a folder to the end of ``sys.path``, so that user code can import modules in it."""
     # The folder comes last, so that a user's random.py does not replace Python's module.
     if folder.is_dir() and str(folder) not in sys.path:
         sys.path.append(str(folder))

@@ -126,9 +126,9 @@ class Rollouts:
         return draw()
 
     def mask_failed(self, output: dict[str, Any]) -> None:
-        """Mask all tokens of missing completions in the loss inputs ``output``, in place.
+        """Set ``tool_mask`` in the loss inputs ``output`` to 0 for completions that failed, so the loss ignores them.
 
-        TRL requires a completion in every row.
+        TRL requires a completion in every row. ``completion_mask`` stays as it is.
         """
         rows = len(output["completion_ids"])
         start = self._trainer.args.process_index * rows

@@ -170,7 +170,9 @@ class Evaluation:
         self._answers += gather_object([extract_answer(completion) for completion in completions])
 
     def loop(self, run: Callable[[], EvalLoopOutput], dataloader: Any, description: str, prefix: str) -> EvalLoopOutput:
-        """Run transformers' loop with ``run``, add metrics of rewards to its output, and write the evaluation's row.
+        """Run transformers' loop with ``run``, add metrics of rewards to its output, and write a row of ``eval.jsonl``.
+
+        Only a loop with the description "Evaluation" writes a row.
 
         The last batch may repeat prompts to be full. The means count every completion once.
         """

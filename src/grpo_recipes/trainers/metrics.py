@@ -131,10 +131,10 @@ class MetricsRows:
                 self._prompt_values.setdefault(name, []).extend(values_of_ranks[:: self._trainer.num_generations])
 
     def write(self, logs: dict[str, float]) -> None:
-        """End the row of a step, on every rank: add the step to the trace. The next row begins.
+        """End the row of a step and begin the next one. Every rank adds the step to its trace; nothing is gathered.
 
-        The main process appends a row with TRL's ``logs``, times, tokens and memory to ``metrics.jsonl``. If the W&B
-        address has changed, it also writes ``tracked.json``.
+        The main process appends a row to ``metrics.jsonl``: TRL's ``logs``, tokens, and its own times and memory. If
+        the W&B address has changed, it also writes ``tracked.json``.
         """
         now, state = time.perf_counter(), self._trainer.state
         self._end_update(now)

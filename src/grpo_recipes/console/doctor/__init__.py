@@ -1,8 +1,9 @@
 """Checks of a machine, of a recipe on this machine, or of a failed run; each check is a small function.
 
 A check returns a ``Finding``: status (ok, warning or problem), the value, and a fix. The name of a check is the name of
-its function with spaces, and its description is the first line of the docstring. ``examine`` runs all checks in
-parallel within a time limit. No check imports torch; ``--deep`` imports it in a child process.
+its function with spaces, and its description is the first line of the docstring. This file lists the checks, and
+``examine.examine`` runs them in parallel within a time limit. No check imports torch; ``--deep`` imports it in a child
+process.
 """
 
 from grpo_recipes.console.doctor import environment, hardware, recipes, training

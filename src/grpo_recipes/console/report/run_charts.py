@@ -82,8 +82,9 @@ def make_metric_chart(
 
     For a single run (its group has no label), the single values are drawn faintly behind the line, or the range of a
     step if ``metric.band`` exists. Steps with an infinite value leave a gap, and the note counts them. ``metric`` is by
-    default the entry in ``METRICS``. With ``evals``, the values come from the evaluations. ``window`` is the number of
-    averaged steps, by default chosen by the length of each curve.
+    default the entry in ``METRICS``. With ``evals``, the values come from the evaluations. A ``large`` chart is twice
+    as high and as wide as the page. ``window`` is the number of averaged steps, by default chosen by the length of each
+    curve.
     """
     metric = metric or METRICS[name]
     tables = [[run.evals if evals else run.metrics for run in group.runs] for group in groups]
@@ -260,9 +261,9 @@ def make_phase_chart(metrics: Table) -> Chart | None:
 
 
 def make_other_charts(run: RunRecord) -> tuple[list[Chart], dict[str, str]]:
-    """Return charts of the remaining metrics, and a mapping from each metric that never changes to its value.
+    """Return charts of the metrics that no other chart of the page shows, and the values of those that never change.
 
-    Remaining metrics are in no other chart of the page. This includes metrics of evaluations without a chart of the
+    Metrics that never change in training get no chart. Metrics of evaluations get one, except if the page draws the
     same metric in training.
     """
     metrics, evals = run.metrics, run.evals

@@ -342,7 +342,11 @@ def read_metric_value(folder: Path, metric: str) -> float | None:
 
 
 def check_metric(recipe: Recipe, metric: str) -> None:
-    """Raise ConfigError if the metric of a search is not the reward, an evaluation or a benchmark of the recipe."""
+    """Raise ConfigError if the runs of a search can't have the metric.
+
+    Valid are ``reward``, ``eval_NAME`` if the recipe evaluates, and ``BENCHMARK/SCORE`` for a benchmark of the recipe.
+    NAME and SCORE are not checked.
+    """
     benchmark, _, score = metric.partition("/")
     if metric == REWARD or (metric.startswith("eval_") and recipe.evaluation.strategy != "no"):
         return

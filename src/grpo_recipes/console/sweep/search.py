@@ -118,10 +118,11 @@ class Proposals:
         self._write_record()
 
     def _propose_trial(self) -> bool:
-        """Request the next trial from Optuna and add it to ``sweep.json``; return False if there is no new trial.
+        """Request the next trial from Optuna and add it to ``sweep.json``; return False if Optuna finds no new trial.
 
         A proposal that equals an earlier trial or can't run is reported to Optuna at once, and another one is
         requested. After 100 such proposals in a row, end the search: the current number of trials becomes its total.
+        The caller checks the total before.
         """
         from optuna.samplers import TPESampler
 

@@ -424,8 +424,8 @@ class AtroposClient:
     def _accept_policy_age(self, group: Group, step: int, max_staleness: int | None) -> bool:
         """Return whether a group's policy is at most ``max_staleness`` steps older than ``step``, or unknown.
 
-        Otherwise count the group: as stale if it is older, as rejected if its policy has a later step, because that
-        policy belongs to another training.
+        None allows any older policy. A group with an older policy is counted as stale. A policy of a later step belongs
+        to another training, so its group is counted as rejected.
         """
         version = group.policy_version
         if version is not None and version > step:

@@ -37,7 +37,7 @@ _TOOL_CLASSES = ("ToolEnv", "MCPEnv", "SandboxEnv", "PythonEnv")  # endings of v
 
 
 def uses_environments(recipe: Recipe) -> bool:
-    """Return whether a recipe trains on episodes of environments instead of a dataset."""
+    """Return whether a recipe sets ``environment`` or ``environment_mixture``, to train on episodes, not a dataset."""
     keys = EnvironmentKeys(recipe)
     return keys.environment is not None or keys.mixture is not None
 
@@ -76,7 +76,10 @@ class Environments(PromptSource):
         return "grpo_recipes.extensions.environments.tool_episodes:ToolEpisodes" if lookup("tools") else ""
 
     def user_code(self, lookup: Lookup) -> list[str]:
-        """Return the specs (``module:name`` or ``file.py:name``) of the user's own environment classes and tools."""
+        """Return the specs (``module:name`` or ``file.py:name``) of the user's own environment classes and tools.
+
+        ``lookup`` returns the value of a recipe key.
+        """
         specs = [spec for spec, _, _ in list_episode_environments(lookup) if spec.partition(":")[0] not in LIBRARIES]
         return [*specs, *(lookup("tools") or ())]
 

@@ -79,7 +79,10 @@ class ToolEpisodes(Episodes):
         return [Score(json.dumps(asdict(turn))) for turn in turns]
 
     def _find_calls(self, episode: Episode) -> list[Call]:
-        """Return the calls of an episode's last turn. Mark it as unfinished if they exceed ``max_tool_calls``."""
+        """Return the calls of an episode's last turn.
+
+        If the calls of the whole episode exceed ``max_tool_calls``, set ``unfinished`` and return no calls.
+        """
         if not episode.actions:
             return []
         assert self._parser is not None

@@ -212,7 +212,11 @@ def _join_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _convert_settings(converter: FileConverter, file: Mapping[str, Value]) -> list[Line]:
-    """Translate the settings of a file by the table of a config converter; return a line for each setting."""
+    """Translate the settings of a file by the table of a config converter; return the lines of the recipe.
+
+    First come keys that the table adds. Then each setting has a line for each of its recipe keys, or a single line
+    with ``kept=False`` if it has no key.
+    """
     around = Surroundings({name: raw.value for name, raw in file.items()})
     lines = [
         Line(key, value, "", f"{reason} {in_words({key: value})}")
