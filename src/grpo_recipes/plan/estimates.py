@@ -1,4 +1,4 @@
-"""Estimate the memory, disk and time of a planned run, and suggest_fix a key to change if it does not fit. No torch.
+"""Estimate the memory, disk and time of a planned run, and suggest a key to change if it does not fit. No torch.
 
     estimate(plan, recipe, names, gpu_gib=80.0, walltime=None).lines()
 
@@ -173,16 +173,13 @@ class Workload(dict[str, Any]):
     @property
     def teacher(self) -> int:
         """Bytes of the teacher's weights on one process, in the type of the forward pass; shards as in ``weights``."""
-        if not (sizes := self.get("teacher")):
-            return 0
-        count: int = sizes["parameters"]
-        shard: int = count // self["world_size"]
-        if self["accelerator"] == "zero3":
-            return self.computed * (shard + min(count, _ZERO3_LIVE))
-        if self["accelerator"] == "fsdp2":
-            gathered: int = 2 * (sizes["layer"] + sizes["embedding"])
-            return self.computed * (gathered + (0 if self.offloads else shard))
-        return self.computed * count
+        sizes: Any = self.get("teacher") or dict.fromkeys(("parameters", "layer", "embedding"), 0)
+        count, sharding = int(sizes["parameters"]), self["accelerator"]
+        if sharding not in ("zero3", "fsdp2"):
+            return self.computed * count
+        shard = 0 if sharding == "fsdp2" and self.offloads else count // self["world_size"]
+        gathered = min(count, _ZERO3_LIVE) if sharding == "zero3" else 2 * (sizes["layer"] + sizes["embedding"])
+        return self.computed * int(shard + gathered)
 
     @property
     def autocast_copies(self) -> int:
@@ -270,9 +267,8 @@ class Workload(dict[str, Any]):
         """
         on_cpu, parameters, accelerator = self["device"] == "cpu", self["parameters"], self["accelerator"]
         nccl = _NCCL if self["world_size"] > 1 or self["bridge"] == "nccl" else 0
-        constant = {"libraries": _TRAINER_IMPORTS if on_cpu else _CUDA_CONTEXT + nccl,
-                    "weights": self.weights, "optimizer": 0 if self.offloads else self.states,
-                    "teacher": self.teacher}  # fmt: skip
+        constant = {"libraries": _TRAINER_IMPORTS if on_cpu else _CUDA_CONTEXT + nccl, "weights": self.weights,
+                    "optimizer": 0 if self.offloads else self.states, "teacher": self.teacher}  # fmt: skip
         # With an adapter, the base model under it is the reference.
         if self["reference"] and not self["use_peft"] and not self.offloads:
             shards = self["world_size"] if accelerator in ("zero3", "fsdp2") else 1
@@ -291,10 +287,8 @@ class Workload(dict[str, Any]):
                    "output layer": self.output_layer - self.output_gradient} | cast  # fmt: skip
         backward = pass_parts if self["gradient_checkpointing"] else pass_parts | cast
         moments = [backward | earlier, forward | earlier, {"gradients": gradients + flat_gradients}]
-        if sizes := self.get("teacher"):
-            teacher = Workload({**self, **sizes})
-            output = teacher.output_layer - teacher.output_gradient
-            moments.append({"activations": teacher.working, "output layer": output})
+        teacher = Workload({**self, **(self.get("teacher") or {})})  # or the model again, which changes nothing
+        moments.append({"activations": teacher.working, "output layer": teacher.output_layer - teacher.output_gradient})
         if self["mode"] == "transformers":
             moments.append({"KV cache": self["completions"] * self.sequence_cache(self["sequence"])})
         if on_cpu and self["bridge"] in ("file", "restart"):

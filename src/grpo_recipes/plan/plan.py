@@ -71,8 +71,7 @@ def make_plan(
     most_trainers = devices.count_trainers(recipe, resources, training_gpus)
     batch = devices.derive_batch(recipe, most_trainers)
     placement = devices.place_trainers(recipe, resources, mode, training_gpus, batch.world_size)
-    if mode == "colocate":
-        _require_equal_groups(recipe, batch.world_size)
+    _require_equal_groups(recipe, mode, batch.world_size)
     server_apart = mode == "server" and placement[0].node != 0
     spans_nodes = server_apart or (mode == "colocate" and len(placement) > 1)
     accelerator = accelerator_of(recipe, batch.world_size, environment)
@@ -129,10 +128,10 @@ def make_plan(
     return with_processes(plan, recipe, resources, environment, names, sources) if names else plan
 
 
-def _require_equal_groups(recipe: Recipe, trainers: int) -> None:
-    """Raise ConfigError if the trainers can't be divided into equal groups that each share one vLLM."""
+def _require_equal_groups(recipe: Recipe, mode: str, trainers: int) -> None:
+    """Raise ConfigError if co-located trainers can't be divided into equal groups that each share one vLLM."""
     parallel = recipe.server.tensor_parallel_size
-    if trainers % parallel:
+    if mode == "colocate" and trainers % parallel:
         problem = f"vllm_tensor_parallel_size {parallel} does not divide the {devices.format_trainers(trainers)}"
         fix = f"set vllm_tensor_parallel_size: {math.gcd(trainers, parallel)}, or change num_processes"
         raise config_error(recipe.source("vllm_tensor_parallel_size"), f"{problem} that would share one vLLM", fix)
@@ -192,7 +191,7 @@ def with_sources(plan: Plan, recipe: Recipe, resources: Resources, sources: Asse
     if plan.mode != "transformers" and os.path.isdir(model) and re.search(r"[][*?]", model):
         fix = "move it, or set CACHE_ROOT, to a folder without [ ] * ?"
         raise config_error("model_name_or_path", f"vLLM reads '{model}' as a pattern and finds no files", fix)
-    teacher = found.path if (found := sources.find_model(plan.teacher)) else plan.teacher
+    teacher = local.path if (local := sources.find_model(plan.teacher)) else plan.teacher
     plan = replace(plan, model=model, teacher=teacher, notes=[*plan.notes, *sources.notes()])
     return replace(plan, max_num_seqs=choose_max_num_seqs(recipe, plan, resources.gpu_gib))
 

@@ -25,7 +25,7 @@ RULES = (
         "overlap_generation needs the server that the launch starts, and vllm_server_base_url names another",
         "{removal}, or remove vllm_server_base_url"),
     Rule("overlap_generation", lambda r: _overlaps(r) and requested_sampler(r),
-        "overlap_generation samples whole completions ahead, but an environment or a tool answers between turns",
+        "overlap_generation samples completions of prompts ahead, and can't play episodes of environments or tools",
         "{removal}"),
     Rule("overlap_generation", lambda r: _overlaps(r) and r.server.weight_sync == "shared",
         "overlap_generation contradicts weight_sync: shared: an update would change the weights of a generation",

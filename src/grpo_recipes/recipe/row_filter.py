@@ -50,12 +50,12 @@ class RowFilter:
             return [(number, numbers[number], self.keeps(number)) for number in sorted(numbers)]
         low, high = min(numbers), max(numbers)
         width = (high - low) / MOST_COUNTS
-        rows, kept = Counter[float](), set[float]()
+        rows, selected = Counter[float](), set[float]()
         for number, count in numbers.items():
             start = low + width * min(int((number - low) / width), MOST_COUNTS - 1)
             rows[start] += count
-            kept |= {start} if self.keeps(number) else set()
-        return [(start, rows[start], start in kept) for start in sorted(rows)]
+            selected |= {start} if self.keeps(number) else set()
+        return [(start, rows[start], start in selected) for start in sorted(rows)]
 
 
 def parse_range(text: str) -> tuple[float, float] | None:
