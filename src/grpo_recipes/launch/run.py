@@ -422,8 +422,7 @@ class Supervisor:
     def _leave_taken_port(self) -> None:
         """Move the server, which does not run now, to another port if another process listens on its port.
 
-        End the processes that have the old address in their command, so that they restart with the new one. Trainers
-        continue, because they read the address from a file. Raise ConfigError if the user has set the port.
+        Environments end, to restart with the new port. Trainers continue. Raise ConfigError if the user set the port.
         """
         host, old_port, _ = self._attempt.server_address()
         # vLLM's engines share the socket of their server. On a busy machine, the old ones may end a little later.
@@ -439,7 +438,6 @@ class Supervisor:
             role: [with_server_port(process, host, old_port, port) for process in members]
             for role, members in self._planned.items()
         }  # fmt: skip
-        # Trainers read the address from the server's state. Environments get it only in their command.
         for group in reversed(self._list_running()):
             role = group.process.role
             if not group.process.trains and self._planned[role] != planned[role]:
@@ -515,10 +513,7 @@ class Supervisor:
         say(f"{name} ready after {waited:.0f} s on {urlsplit(url).netloc}")
 
     def _write_server_state(self, state: str, guard: int | None = None) -> None:
-        """Write the file that clients of the server read (``runs.server_state``): address, epoch, ``state``, model.
-
-        ``state`` is "starting" or "ready". ``guard`` is the pid of a ready server's process guard.
-        """
+        """Write the server's address, epoch, model and state for its clients; ``guard`` is the pid of its guard."""
         host, port, _ = self._attempt.server_address()
         facts = {"url": f"http://{host}:{port}", "guard": guard, "model": self._model}
         known_facts = {name: fact for name, fact in facts.items() if fact is not None}

@@ -69,15 +69,9 @@ class GRPOTrainer(trl.GRPOTrainer):
     _buffered_inputs: Any
 
     def __init__(
-        self,
-        *,
-        args: GRPOConfig,
-        run_dir: Path,
-        stop: StopRequest | None = None,
-        reward_max_no_verdict: float = 0.5,
-        source: Source | None = None,
-        **kwargs: Any,
-    ):
+        self, *, args: GRPOConfig, run_dir: Path, stop: StopRequest | None = None, reward_max_no_verdict: float = 0.5,
+        source: Source | None = None, **kwargs: Any,
+    ):  # fmt: skip
         args.logging_nan_inf_filter = False  # a loss that is not finite must reach the checks
         if args.trim_padding:  # cuDNN's attention would make a plan for each shape of the passes
             torch.backends.cuda.enable_cudnn_sdp(False)
