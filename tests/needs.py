@@ -58,6 +58,7 @@ FILES: dict[str, str] = {
 # Names of tests in other files, with or without parameters -> the extension that they need.
 TESTS: dict[str, str] = {
     "test_logs_of_run_api_and_of_all_environments": ATROPOS,
+    "test_a_teacher_with_another_tokenizer": ENVIRONMENTS,
     "test_environments_of_atropos_are_loaded_with_their_arguments": ATROPOS,
     "test_the_recipes_number_or_the_most_that_the_run_requests": ATROPOS,
     **dict.fromkeys(
