@@ -41,8 +41,8 @@ from speed_trainers import Keys, Shape, build_model, trainer_of
 from transformers import TrainerCallback
 
 from grpo_recipes.paths import find_code_root
-from grpo_recipes.plan.estimates import Workload
 from grpo_recipes.plan.models import compute_model_sizes
+from grpo_recipes.plan.workload import Workload
 from grpo_recipes.runs.rundir import read_json, write_json
 
 GPU = torch.cuda.is_available()

@@ -6,7 +6,7 @@
 Every case is a `grpo launch` of the smoke recipe with a random Qwen2 model: real server, real trainer, weights sent, a
 checkpoint written. The peak of a process is the kernel's (VmHWM). The server's peak is the sum over its processes. The
 case `constant` is the smoke model, with weights too small to matter: its peaks are the constants of
-``plan.estimates``, and it does not count among the sizes. Random models do not stop early, so completions have the
+``plan.workload``, and it does not count among the sizes. Random models do not stop early, so completions have the
 recipe's maximum length. With ``--only``, the other cases of the file keep their records.
 """
 
@@ -30,10 +30,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from grpo_recipes import smoke
 from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.plan.estimates import Workload
 from grpo_recipes.plan.models import compute_model_sizes
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names
+from grpo_recipes.plan.workload import Workload
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.runs.rundir import read_json, write_json
 

@@ -168,6 +168,17 @@ def same_rows(run: Launch, expected: Launch, *ignored: str) -> bool:
     return rows_of(run) == rows_of(expected)
 
 
+def stop_and_resume(start: Callable[..., Launch], *arguments: str) -> Launch:
+    """Stop a run after its first step as Slurm does, resume it, and return the completed launch."""
+    stopped = start(*arguments, folder="stopped")
+    stopped.wait_for_step(1)
+    stopped.process.send_signal(signal.SIGTERM)
+    assert stopped.wait() == 75, stopped.output
+    resumed = start("--resume", str(stopped.run_dir), folder="stopped")
+    assert resumed.wait() == 0, resumed.output
+    return resumed
+
+
 def weights_hash(run: Launch) -> str:
     """SHA-256 of the final weights."""
     return hashlib.sha256((run.run_dir / "model" / "model.safetensors").read_bytes()).hexdigest()

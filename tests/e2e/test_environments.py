@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from documented import documented
-from real_runs import REPOSITORY, Launch, clean_environment, same_rows, weights_hash
+from real_runs import REPOSITORY, Launch, clean_environment, same_rows, stop_and_resume, weights_hash
 from slurm_cluster import SlurmCluster
 from test_preemptions import wait_until
 
@@ -65,12 +64,7 @@ def test_a_stopped_run_continues_bit_for_bit(
     assert max(row["sampling/sampling_logp_difference/mean"] for row in whole.rows()) < 1e-4
     assert max(row["episodes/turns"] for row in whole.rows()) > 1
 
-    stopped = launch(*flags, folder="stopped")
-    stopped.wait_for_step(1)
-    stopped.process.send_signal(signal.SIGTERM)
-    assert stopped.wait() == 75, stopped.output
-    resumed = launch("--resume", str(stopped.run_dir), folder="stopped")
-    assert resumed.wait() == 0, resumed.output
+    resumed = stop_and_resume(launch, *flags)
     assert same_rows(resumed, whole) and weights_hash(resumed) == weights_hash(whole)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_runs import REPOSITORY, Launch, same_rows, weights_hash
+from real_runs import REPOSITORY, Launch, same_rows, stop_and_resume, weights_hash
 from rotation import ROTATES
 
 pytestmark = [pytest.mark.slow, pytest.mark.rotating]
@@ -69,10 +68,5 @@ def test_a_run_stopped_among_tool_calls_continues_bit_for_bit(launch: Callable[.
     assert whole.wait(900) == 0, whole.output
     assert max(row["episodes/tool_calls"] for row in whole.rows()) > 0.5
 
-    stopped = launch(*flags, folder="stopped")
-    stopped.wait_for_step(1)
-    stopped.process.send_signal(signal.SIGTERM)
-    assert stopped.wait() == 75, stopped.output
-    resumed = launch("--resume", str(stopped.run_dir), folder="stopped")
-    assert resumed.wait() == 0, resumed.output
+    resumed = stop_and_resume(launch, *flags)
     assert same_rows(resumed, whole) and weights_hash(resumed) == weights_hash(whole)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_recipes.plan import estimates
-from grpo_recipes.plan.estimates import GIB, UnknownShape, Workload
-from grpo_recipes.plan.models import compute_model_sizes
+from grpo_recipes.plan.models import UnknownShape, compute_model_sizes
+from grpo_recipes.plan.needs import GIB
+from grpo_recipes.plan.workload import _CUDA_CONTEXT, _GAPS, _ZERO3_LIVE, Workload
 
 from .model_folders import QWEN_7B, model_folder
 from .shipped_models import SHIPPED
@@ -79,8 +79,8 @@ def test_the_constants_of_a_gpu_cover_every_recorded_row():
     """M14: the context of CUDA, and the gaps of torch's allocator, are just above the largest that was measured."""
     rows = [row for trainers in recorded_on_gpu()["found"].values() for row in trainers.values()]
     assert len(rows) == 8
-    assert 1 <= estimates._CUDA_CONTEXT / max(row["beside torch"] for row in rows) < 1.05
-    assert 0 <= estimates._GAPS - max(row["reserved"] / row["allocated"] - 1 for row in rows) < 0.01
+    assert 1 <= _CUDA_CONTEXT / max(row["beside torch"] for row in rows) < 1.05
+    assert 0 <= _GAPS - max(row["reserved"] / row["allocated"] - 1 for row in rows) < 0.01
 
 
 def test_vllm_inside_a_trainer_on_cpu_adds_its_cache_and_weights_alone():
@@ -206,7 +206,7 @@ def test_a_teacher_is_a_model_of_its_own_size_in_the_type_of_the_forward_pass():
     for keys in ({}, {"dtype": "float32"}, {"use_peft": True}, {"accelerator": "zero2"}):
         assert parts(teacher=sizes, **keys)["teacher"] == 2 * count
     assert parts(teacher=sizes, dtype="float32", low=False)["teacher"] == 4 * count
-    assert parts(teacher=sizes, accelerator="zero3")["teacher"] == 2 * (count // 8 + estimates._ZERO3_LIVE)
+    assert parts(teacher=sizes, accelerator="zero3")["teacher"] == 2 * (count // 8 + _ZERO3_LIVE)
     assert parts(teacher=sizes, accelerator="fsdp2")["teacher"] == 2 * (gathered + count // 8)
     assert parts(teacher=sizes, accelerator="fsdp2", fsdp_cpu_offload=True)["teacher"] == 2 * gathered
     wide = {**sizes, "intermediate": 10**7}

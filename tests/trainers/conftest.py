@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from grpo_recipes import smoke
+from .tiny_training import save_random_model
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,11 +20,7 @@ def one_thread() -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Save a random model and return its folder. A reference is read from disk."""
-    folder = tmp_path_factory.mktemp("run") / "model"
-    torch.manual_seed(0)
-    tokenizer = smoke.build_tokenizer()
-    smoke.build_model(tokenizer).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    folder = save_random_model(tmp_path_factory.mktemp("run") / "model")
     gc.freeze()  # accelerate collects garbage before each training, half a second with all that is imported
     yield str(folder)
     gc.unfreeze()
@@ -33,9 +29,4 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Save a model with other random weights than ``model``, and return its folder."""
-    folder = tmp_path_factory.mktemp("teacher")
-    torch.manual_seed(1)
-    tokenizer = smoke.build_tokenizer()
-    smoke.build_model(tokenizer).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return str(save_random_model(tmp_path_factory.mktemp("teacher"), seed=1))

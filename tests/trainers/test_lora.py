@@ -37,7 +37,7 @@ from grpo_recipes.trainers.model import (
 from grpo_recipes.weights.generation import Generation
 
 from .resumed_ranks import StopAt
-from .tiny_training import HELD_OUT, SUMS, as_dataset, different_characters
+from .tiny_training import HELD_OUT, SUMS, as_dataset, different_characters, save_random_model
 
 LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["all-linear"]}
 WINDOW = {"per_device_train_batch_size": 4, "steps_per_generation": 4, "gradient_accumulation_steps": 2}
@@ -48,12 +48,7 @@ TIMED = ("seconds/", "tokens_per_second", "step_time", "memory/", "syncs")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save a random two-layer model with its tokenizer for a run."""
-    folder = tmp_path_factory.mktemp("base")
-    torch.manual_seed(0)
-    tokenizer = smoke.build_tokenizer()
-    smoke.build_model(tokenizer).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_random_model(tmp_path_factory.mktemp("base"))
 
 
 def make_trainer(

@@ -99,6 +99,15 @@ def train(
     return trainer, None
 
 
+def save_random_model(folder: Path, seed: int = 0) -> Path:
+    """Save a two-layer model with random weights, and its tokenizer, in a folder, and return the folder."""
+    torch.manual_seed(seed)
+    tokenizer = smoke.build_tokenizer()
+    smoke.build_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def as_dataset(sums: list[tuple[int, int]]) -> Dataset:
     rows = [{"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)} for a, b in sums]
     return Dataset.from_list(rows)

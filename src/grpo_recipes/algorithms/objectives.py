@@ -46,9 +46,9 @@ ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def compare_with_teacher(teacher_BT: torch.Tensor, sampled_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return the teacher's log-probs of sampled tokens minus those at sampling, in nats; 0 where the mask is false.
+    """Return the teacher's log-probs of sampled tokens minus those at sampling, in nats; 0 for masked tokens.
 
-    With these advantages, the expected gradient is that of minus the reverse KL divergence of each token
+    With these advantages, the loss reduces the reverse KL divergence of each token in expectation
     (https://thinkingmachines.ai/blog/on-policy-distillation).
     """
     return (teacher_BT - sampled_BT).masked_fill(~mask_BT, 0.0)

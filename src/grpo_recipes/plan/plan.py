@@ -27,12 +27,13 @@ from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.plan import devices
 from grpo_recipes.plan.commands import vllm_memory_fraction, with_processes
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.plan.estimates import DEFAULT_SEQUENCES, Workload, find_needs
+from grpo_recipes.plan.estimates import find_needs
 from grpo_recipes.plan.models import UnknownShape
 from grpo_recipes.plan.needs import GIB
 from grpo_recipes.plan.ports import plan_ports
 from grpo_recipes.plan.roles import describe_data, load_roles
 from grpo_recipes.plan.types import Names, Plan, Weighting
+from grpo_recipes.plan.workload import DEFAULT_SEQUENCES, Workload
 from grpo_recipes.recipe import Recipe, maxent
 from grpo_recipes.recipe.converters import UNREAD_VARIABLES
 from grpo_recipes.recipe.model_kind import check_unused_weights

@@ -36,8 +36,7 @@ class RowFilter:
 
     def keeps(self, value: Any) -> bool:
         """Return whether a value of the column is in the range. A missing value and text are not."""
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-        return is_number and self.least <= value <= self.most
+        return _is_number(value) and bool(self.least <= value <= self.most)
 
     def count(self, values: Iterable[Any]) -> list[tuple[float, int, bool]]:
         """Return each number among the values, with its count and whether it is kept.
@@ -45,7 +44,7 @@ class RowFilter:
         More than ``MOST_COUNTS`` different numbers are rounded down to that many steps between the smallest and the
         largest. A step is kept if any of its numbers is.
         """
-        numbers = Counter(float(value) for value in values if RowFilter(self.column, -math.inf, math.inf).keeps(value))
+        numbers = Counter(float(value) for value in values if _is_number(value) and math.isfinite(value))
         if len(numbers) <= MOST_COUNTS:
             return [(number, numbers[number], self.keeps(number)) for number in sorted(numbers)]
         low, high = min(numbers), max(numbers)
@@ -56,6 +55,11 @@ class RowFilter:
             rows[start] += count
             selected |= {start} if self.keeps(number) else set()
         return [(start, rows[start], start in selected) for start in sorted(rows)]
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value of a column is a number: not a missing value, NaN, text or a truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def parse_range(text: str) -> tuple[float, float] | None:

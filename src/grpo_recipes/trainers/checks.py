@@ -15,6 +15,7 @@ from grpo_recipes.rollouts.backends import collect_sampling_keys
 from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.secrets import mask_secrets
 from grpo_recipes.trainer_protocol import Mode
+from grpo_recipes.trainers.loss_inputs import trained_mask
 from grpo_recipes.trainers.metrics import append_json
 from grpo_recipes.trainers.model import get_local_shard
 from grpo_recipes.trainers.protocol import InnerTrainer
@@ -155,7 +156,7 @@ class Checks:
         modules = trainer.model.modules()
         if logps is None or any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in modules):
             logps = compute_trainer_logps(trainer, output)
-        mask = (output["completion_mask"] * output.get("tool_mask", 1)).bool()
+        mask = trained_mask(output).bool()
         if "fresh" in output:  # (B,): whether a row was sampled with the current weights
             self._log_difference(logps, output["sampling_per_token_logps"], mask)
             mask &= output["fresh"].unsqueeze(1)

@@ -15,6 +15,7 @@ from trl.trainer.utils import nanmax, nanmin
 
 from grpo_recipes.algorithms.objectives import clip_log_ratios
 from grpo_recipes.trainers.callbacks import Compute
+from grpo_recipes.trainers.loss_inputs import trained_mask
 from grpo_recipes.trainers.passes import SharedComputation
 from grpo_recipes.trainers.protocol import InnerTrainer
 
@@ -44,7 +45,7 @@ def compute_geometric_mean_loss(
     with settings, logps.reading(clip):
         loss = compute(model, rows)
     at_low_BT, at_high_BT = clipped
-    _log_clipped_tokens(trainer, at_low_BT, at_high_BT, rows["completion_mask"] * rows.get("tool_mask", 1))
+    _log_clipped_tokens(trainer, at_low_BT, at_high_BT, trained_mask(rows))
     return loss
 
 

@@ -22,6 +22,7 @@ from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.registry import OBJECTIVES, TAU_TARGETS, Objective, policy_per_token, tau_targets
 from grpo_recipes.trainers.checks import compute_trainer_logps
 from grpo_recipes.trainers.grpo import GRPOTrainer
+from grpo_recipes.trainers.loss_inputs import trained_mask
 
 _WARN_AFTER, _WARN_SHARE = 10, 0.5  # generations, and fraction of the positive advantages on wrong answers
 
@@ -128,7 +129,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
 
     def _gather_groups(self, output: dict[str, Any]) -> Groups:
         """Gather the rewards, lengths and log-probs of the generation from all ranks, as groups of completions."""
-        mask = output["completion_mask"] * output.get("tool_mask", 1)
+        mask = trained_mask(output)
         columns = {"lengths": mask.sum(1).double()}
         if self._target_beta > 0:
             columns["ref"] = _sum_logps(output["ref_per_token_logps"], mask)

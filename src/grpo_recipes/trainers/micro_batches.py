@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 
 from grpo_recipes.recipe.configs import GRPOConfig
+from grpo_recipes.trainers.loss_inputs import trained_mask
 
 Rows = dict[str, Any]  # input of TRL's loss: tensors with a row per completion, scalars, lists
 TOKENS = "relative_tokens"  # tokens of a micro-batch over the mean of its step, on all ranks
@@ -63,7 +64,7 @@ class MicroBatches:
             {name: value[rows_b] if torch.is_tensor(value) and value.ndim else value for name, value in step.items()}
             for rows_b in order_B.chunk(len(parts))
         ]
-        counts = [(rows["completion_mask"] * rows.get("tool_mask", 1)).sum() for rows in groups]
+        counts = [trained_mask(rows).sum() for rows in groups]
         counts_M = self._accelerator.reduce(torch.stack(counts).float(), reduction="sum")
         relative_M = counts_M / counts_M.mean().clamp(min=1.0)
         return [rows | {TOKENS: relative} for rows, relative in zip(groups, relative_M.tolist(), strict=True)]

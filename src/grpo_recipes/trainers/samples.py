@@ -13,6 +13,7 @@ from typing import Any
 from grpo_recipes.evaluate.scores import sum_weighted_rewards
 from grpo_recipes.runs.rundir import load_json_mapping
 from grpo_recipes.secrets import contains_secret, mask_secrets
+from grpo_recipes.trainers.loss_inputs import sampled_logps, trained_mask
 from grpo_recipes.trainers.metrics import append_json, to_json_number
 from grpo_recipes.trainers.protocol import InnerTrainer
 
@@ -77,7 +78,7 @@ def _record_tokens(
         return {}
     texts = _decode_each(tokenizer, ids[:_MOST_TOKENS])
     length = len(texts)
-    mask_BT = output["completion_mask"] * output.get("tool_mask", 1)
+    mask_BT = trained_mask(output)
     advantages = output["advantages"][row]  # of the row, or (T,) of its tokens
     advantage_T = advantages[:length] if advantages.ndim else advantages.expand(length)
     trained_T = zip(mask_BT[row, :length].tolist(), advantage_T.tolist(), strict=True)
@@ -87,7 +88,7 @@ def _record_tokens(
         "lengths": " ".join(str(len(text)) for text in texts),
         "advantages": " ".join(f"{len(list(tokens))}:{advantage}" for advantage, tokens in stretches),
     }
-    logprobs = output.get("sampling_per_token_logps", output.get("old_per_token_logps"))
+    logprobs = sampled_logps(output)
     if logprobs is not None:
         view["logprobs"] = " ".join(f"{logprob + 0.0:.3g}" for logprob in logprobs[row, :length].tolist())
     return {"token_view": view}

@@ -19,6 +19,7 @@ from grpo_recipes.algorithms.objectives import compare_with_teacher
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.trainers.advantages import replace_logged_advantages
 from grpo_recipes.trainers.checks import compute_trainer_logps
+from grpo_recipes.trainers.loss_inputs import sampled_logps, trained_mask
 from grpo_recipes.trainers.model import as_config_error
 from grpo_recipes.trainers.protocol import InnerTrainer
 
@@ -51,15 +52,15 @@ class Teacher:
     def add_advantages(self, output: dict[str, Any]) -> None:
         """Add the teacher's advantages of tokens to the loss inputs ``output``, and log ``teacher_kl``.
 
-        Masked tokens, and tokens for which the sampler has no log-prob, get none. Tables show the mean over the tokens
+        Masked tokens and tokens without a log-prob of the sampler get none. Tables show the mean over the tokens
         of a completion. Called by every rank.
         """
         trainer = self._trainer
         teacher_BT = compute_trainer_logps(trainer, output, self._model)
-        sampled_BT = output.get("sampling_per_token_logps", output.get("old_per_token_logps"))
+        sampled_BT = sampled_logps(output)
         if sampled_BT is None:  # transformers sampled, with the weights of this step
             sampled_BT = compute_trainer_logps(trainer, output)
-        mask_BT = (output["completion_mask"] * output.get("tool_mask", 1)).bool()
+        mask_BT = trained_mask(output).bool()
         distilled_BT = compare_with_teacher(teacher_BT, sampled_BT, mask_BT & ~sampled_BT.isnan())
         advantages = output["advantages"]
         advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
@@ -72,7 +73,7 @@ class Teacher:
 
 
 def _check_embeddings(teacher: Any, model: Any) -> None:
-    """Raise ConfigError if the trained model can sample tokens for which the teacher has no embedding."""
+    """Raise ConfigError if the teacher has fewer embeddings than the trained model, which may sample the others."""
     has, needs = (network.config.get_text_config().vocab_size for network in (teacher, model))
     if has < needs:
         raise _make_error(f"the teacher has {has} embeddings, but the trained model has {needs}")

@@ -12,10 +12,11 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.extensions.sft.rules import ONLY_GRPO
 from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.devices import Resources
-from grpo_recipes.plan.estimates import Workload, find_needs
+from grpo_recipes.plan.estimates import find_needs
 from grpo_recipes.plan.models import UnknownShape
 from grpo_recipes.plan.plan import format_plan, make_plan
 from grpo_recipes.plan.types import Names, Plan
+from grpo_recipes.plan.workload import Workload
 from grpo_recipes.recipe import Recipe, configs
 from grpo_recipes.recipe.check import check, resolve_recipe
 from grpo_recipes.recipe.keys import catalogue

@@ -119,10 +119,13 @@ def render_run_page(
 
 def read_filter_values(run: RunRecord) -> dict[str, list[list[Any]]]:
     """Return the column of ``dataset_filter``, with its values, their rows and whether the run trains on them."""
-    for counts in [*read_rows(run.folder / "prompts.jsonl")][-1:]:  # the last attempt
-        values = counts.get("filter_values")
-        return values if isinstance(values, dict) else {}
-    return {}
+    values = _read_prompt_counts(run).get("filter_values")
+    return values if isinstance(values, dict) else {}
+
+
+def _read_prompt_counts(run: RunRecord) -> dict[str, Any]:
+    """Return the counts of prompts of the last attempt; an empty dict if it has not loaded them."""
+    return next(reversed([*read_rows(run.folder / "prompts.jsonl")]), {})
 
 
 def read_wandb_address(run: RunRecord) -> str:
@@ -169,11 +172,9 @@ def describe_gaps(run: RunRecord) -> list[str]:
     ``metrics.jsonl``.
     """
     metrics, sentences = run.metrics, list[str]()
-    for counts in [*read_rows(run.folder / "prompts.jsonl")][-1:]:  # the last attempt
-        if too_long := counts.get("too_long"):
-            sentences.append(
-                f"{too_long} of {counts.get('read')} prompts were longer than max_prompt_length and dropped."
-            )
+    counts = _read_prompt_counts(run)
+    if too_long := counts.get("too_long"):
+        sentences.append(f"{too_long} of {counts.get('read')} prompts were longer than max_prompt_length and dropped.")
     for name, value_counts in metrics.nonfinite.items():
         expected = value_counts["inf"] if name in run_charts.METRICS and run_charts.METRICS[name].infinite else 0
         if unexpected := value_counts.total() - expected:

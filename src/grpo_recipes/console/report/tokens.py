@@ -26,8 +26,8 @@ class TokenView:
 def read_tokens(sample: Mapping[str, Any], most: int = 64) -> TokenView | None:
     """Return at most ``most`` tokens of a sample of ``samples.jsonl``, or None if it has none.
 
-    Hidden characters are named, so that a token is as long as it looks. A damaged view is None, and so is a text with a
-    secret, because its tokens can't be masked.
+    Hidden characters are named, so that a token is as long as it looks. Return None for a damaged view, and for a text
+    with a secret, because its tokens can't be masked.
     """
     view = sample.get("token_view")
     values = view if isinstance(view, dict) else {}

@@ -38,8 +38,12 @@ _TOOL_CLASSES = ("ToolEnv", "MCPEnv", "SandboxEnv", "PythonEnv")  # endings of v
 
 def uses_environments(recipe: Recipe) -> bool:
     """Return whether a recipe sets ``environment`` or ``environment_mixture``, to train on episodes, not a dataset."""
-    keys = EnvironmentKeys(recipe)
-    return keys.environment is not None or keys.mixture is not None
+    return _plays_episodes(recipe.__getitem__)
+
+
+def _plays_episodes(lookup: Lookup) -> bool:
+    """Return whether a recipe sets ``environment`` or ``environment_mixture``; ``lookup`` returns a key's value."""
+    return lookup("environment") is not None or lookup("environment_mixture") is not None
 
 
 def uses_tools(recipe: Recipe) -> bool:
@@ -65,11 +69,11 @@ class Environments(PromptSource):
 
     def chosen(self, lookup: Lookup) -> bool:
         """Return whether a recipe uses environments or tools."""
-        return bool(lookup("tools")) or any(lookup(key) is not None for key in self.keys[:2])
+        return bool(lookup("tools")) or _plays_episodes(lookup)
 
     def reads_datasets(self, lookup: Lookup) -> bool:
         """Return whether the policy has tools: then prompts come from a dataset, and rewards from ``reward_funcs``."""
-        return bool(lookup("tools")) and lookup("environment") is None and lookup("environment_mixture") is None
+        return bool(lookup("tools")) and not _plays_episodes(lookup)
 
     def rollouts(self, lookup: Lookup) -> str:
         """Return the class that plays episodes with tools, or "" for the episodes of environments."""
