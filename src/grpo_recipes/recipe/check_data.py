@@ -31,7 +31,7 @@ from grpo_recipes.recipe.shapes import COLUMN_KEYS, DataSource, answer_of, chat_
 from grpo_recipes.recipe.sources import source_of
 from grpo_recipes.recipe.user_code import missing_argument_problems
 
-HUB_NAME = re.compile(r"[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)
+HUB_NAME = re.compile(r"(?!\.)[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)  # "./name" is a path
 LOCAL_PREFIXES = ("/", "./", "../", "~")
 _RESERVED, _MEDIA = "reserved name", "media"
 _Place = Callable[[str], str]  # from a recipe key to its file and line
