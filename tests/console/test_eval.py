@@ -371,7 +371,7 @@ def test_a_deleted_file_of_completions_is_not_scored_by_old_scores(evaluate, mon
         ),
         (["my.yaml", "--reward", "mine.py:needs"], "'mine.py:needs' needs 'colour', which no reward gets"),
         (["my.yaml", "--reward", "mine.py:live", "--reward_isolation", "none"], "an evaluation alone has no trainer"),
-        (["my.yaml", "--model", "./nowhere"], "--model: no file or folder './nowhere'"),
+        (["my.yaml", "--model", "./nowhere"], "--model: model folder './nowhere' not found"),
         (["my.yaml", "--base-url", "localhost"], "--base-url: 'localhost' is not an address"),
         (["my.yaml", "--base-url", "http://127.0.0.1:9", "--served-model-name", "x"], "--base-url: no server answers"),
         (["my.yaml", "--vllm_max_model_length", "12"], "vllm_max_model_length: a prompt and a completion have up to"),

@@ -81,7 +81,7 @@ def test_the_configuration_is_printed(capfd: pytest.CaptureFixture[str]) -> None
         ((*SMOKE, "train.batch_size=5"), "train.batch_size: steps of 5 x"),
         ((*SMOKE, "model.device=cuda:2"), "model.device: 'cuda:2' is not available: this environment has"),
         ((*SMOKE, "eval.id_seed_start=1010"), "1010"),
-        (("model.train_id=./nowhere", FREE), "model.train_id: no file or folder './nowhere'"),
+        (("model.train_id=./nowhere", FREE), "model.train_id: model folder './nowhere' not found"),
         ((*SMOKE, "-m", "seed=1"), "-m: no key has several values"),
         ((*SMOKE, "-m", "model.device=cpu,auto"), "model.device: can't be swept"),
         ((*SMOKE, "-m", "seed=1,2", "model.device=cuda:2"), "model.device: 'cuda:2' is not available"),
