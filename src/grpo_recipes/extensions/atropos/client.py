@@ -140,11 +140,17 @@ class AtroposClient:
         self._last_rejection = ""  # message of the last rejection in the current wait
 
     def status(self) -> dict[str, Any]:
-        """Request run-api's ``current_step`` (number of packed batches) and ``queue_size`` (groups not yet packed)."""
+        """Return run-api's ``current_step`` (number of packed batches) and ``queue_size`` (groups not yet packed).
+
+        Raise AtroposError if run-api does not answer.
+        """
         return dict(self._api.request("GET", "/status"))
 
     def info(self) -> dict[str, Any]:
-        """Request the ``batch_size`` and ``max_token_len`` of run-api's registration; both are -1 if there is none."""
+        """Return ``batch_size`` and ``max_token_len`` of run-api's registration, both -1 if no trainer has registered.
+
+        Raise AtroposError if run-api does not answer.
+        """
         return dict(self._api.request("GET", "/info"))
 
     # --- registration ----------------------------------------------------------------------------------------------
@@ -152,8 +158,9 @@ class AtroposClient:
     def register(self, registration: Registration | Mapping[str, Any]) -> int:
         """Register this training with a run-api that is not in use; return the uuid that run-api assigns.
 
-        Then request a batch once, because environments can join only after that. Raise AtroposError if a field is
-        missing, run-api does not answer within the timeout, or it has another registration.
+        Then request a batch once, because environments can join only after that, and keep it for ``next_batch``. Raise
+        AtroposError if a field is missing, run-api does not answer within the timeout, or it has another registration.
+        Raise WaitAborted if the run stops.
         """
         requested = Registration.from_mapping(registration)
         self._connect()
@@ -170,7 +177,10 @@ class AtroposClient:
         return uuid
 
     def _connect(self) -> None:
-        """Request ``/status`` until run-api answers; raise AtroposError if it does not within ``timeout`` seconds."""
+        """Request ``/status`` until run-api answers; raise AtroposError if it does not within ``timeout`` seconds.
+
+        Raise WaitAborted if the run stops.
+        """
         deadline = time.monotonic() + self._api.timeout
         for pause in self._api.pauses():
             status, reason = self._api.try_get("/status")
@@ -205,7 +215,7 @@ class AtroposClient:
         """Wait for the next batch of run-api and return its groups without validating them.
 
         Raise AtroposError with a diagnosis if no batch comes within ``max_wait`` seconds, run-api is not reachable, or
-        it has forgotten this training.
+        it has forgotten this training. Raise WaitAborted if the run stops.
         """
         self._last_rejection = ""
         return self._wait_for_batch(time.monotonic() + self._max_wait)
@@ -214,7 +224,7 @@ class AtroposClient:
         """Request batches from run-api until one comes, and return it.
 
         A batch that came during the registration is returned first. Raise AtroposError once the monotonic time
-        ``deadline`` has passed.
+        ``deadline`` has passed, and WaitAborted if the run stops.
         """
         if self._early_batches:
             return self._early_batches.pop(0)
@@ -226,7 +236,7 @@ class AtroposClient:
         raise AssertionError("pauses never end")
 
     def _check_deadline(self, deadline: float) -> None:
-        """Raise AtroposError with the reason why no groups came if the monotonic time ``deadline`` has passed."""
+        """Print and raise AtroposError with the reason why no groups came if the monotonic time ``deadline`` passed."""
         if time.monotonic() >= deadline:
             raise self._make_timeout_error()
 
@@ -369,7 +379,7 @@ class AtroposClient:
 
         Parts of groups are joined. Groups with a problem, or of a policy that is too old, are dropped and counted.
         Surplus groups are kept for the next call. Raise AtroposError if the groups do not come within ``max_wait``
-        seconds, and NoLogprobs if a group has no log-probs.
+        seconds, NoLogprobs if a group has no log-probs, and WaitAborted if the run stops.
 
         Args:
             count: number of groups.

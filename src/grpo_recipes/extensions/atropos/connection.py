@@ -74,14 +74,14 @@ class Connection:
         self._session.headers.update({"Connection": "close", "Accept-Encoding": encoding})
 
     def send(self, method: str, path: str, body: Any = None, limit: float | None = None) -> requests.Response:
-        """Send one request and return the complete response, whatever its status; record its duration.
+        """Send one request and return the complete response, with any status; store its seconds in ``seconds[path]``.
 
         Raise RequestFailed if there is no answer, or not within ``limit`` seconds (by default, ``timeout``).
         """
         limit = limit or self.timeout
         started = time.monotonic()
 
-        def failed(error: Exception) -> RequestFailed:
+        def convert_error(error: Exception) -> RequestFailed:
             """Return RequestFailed with the root cause; its ``sent`` is false if no connection was made."""
             reason = getattr(error.args[0] if error.args else None, "reason", None)
             sent = not isinstance(reason, NewConnectionError | ConnectTimeoutError)
@@ -93,7 +93,7 @@ class Connection:
 
         data = None if body is None else json.dumps(body, allow_nan=False).encode()
         headers = {} if data is None else {"Content-Type": "application/json"}
-        with translate_errors((requests.RequestException, HTTPError, TimeoutError), failed):
+        with translate_errors((requests.RequestException, HTTPError, TimeoutError), convert_error):
             response = self._session.request(method, self.url + path, data=data, headers=headers, timeout=limit)
         self.seconds[path] = time.monotonic() - started
         return response
@@ -101,8 +101,9 @@ class Connection:
     def request(self, method: str, path: str, body: Any = None, repeat: bool = True) -> Any:
         """Send a request and return the JSON of its response; repeat it without an answer or with a status >= 500.
 
-        If ``repeat`` is false, a request that run-api may have received is not sent again. Raise AtroposError if
-        ``attempts`` requests fail, or run-api rejects one.
+        If ``repeat`` is false, a request that run-api may have received is not sent again, and AtroposError is raised.
+        Raise AtroposError also if ``attempts`` requests fail, or for another status than 200. Raise WaitAborted if the
+        run stops during a pause.
         """
         failure = ""
         for attempt, pause in zip(range(1, self.attempts + 1), self.pauses(), strict=False):

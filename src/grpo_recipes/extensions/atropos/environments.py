@@ -163,11 +163,14 @@ class RecipeEnv(BaseEnv):
     # --- methods of a subclass -------------------------------------------------------------------------------------
 
     def next_item(self) -> Item | None:
-        """Return the next item, drawn with ``self.random``: a mapping with ``prompt``, a text or a list of messages."""
+        """Return the next item, drawn with ``self.random``: a mapping with ``prompt``, a text or a list of messages.
+
+        None means that no group starts now. Here raise NotImplementedError.
+        """
         raise NotImplementedError("an environment must define next_item")
 
     def score(self, item: Item, text: str) -> Any:
-        """Return the score of a completion, or None if it is unscored; may be async."""
+        """Return the score of a completion, or None if it is unscored; may be async. Here raise NotImplementedError."""
         raise NotImplementedError("an environment must define score or play")
 
     async def play(self, item: Item, episode: Episode) -> EpisodeScore:
@@ -206,8 +209,9 @@ class RecipeEnv(BaseEnv):
     async def collect_trajectories(self, item: Item) -> tuple[dict[str, Any] | None, list[Item]]:
         """Sample the first turn of each episode, play and score the episodes; return the group and [] (no backlog).
 
-        The group is None if no episode has a score. Raise PromptTooLong if the prompt leaves less than ``max_tokens``
-        for the completion.
+        The configured system prompt comes first, unless the item has one. The group is None if no episode has a score.
+        Raise PromptTooLong if the prompt leaves less than ``max_tokens`` for the completion, and ValueError for a score
+        that is not finite.
         """
         messages = _to_messages(item["prompt"])
         if self.config.system_prompt and messages[0]["role"] != "system":

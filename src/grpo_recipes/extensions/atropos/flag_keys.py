@@ -81,7 +81,10 @@ class Translation:
         return whole_number(self.read_text(name))
 
     def build_settings(self, mode: str | None) -> Settings:
-        """Return the values of all flags, with ``mode`` as --weight-bridge-mode, for table rows that depend on them."""
+        """Return the values of all flags, with ``mode`` as --weight-bridge-mode, for table rows that depend on them.
+
+        If a recipe key sets the server's port, it also counts as --vllm-port.
+        """
         values = {name: raw.value for name, raw in self.flags.items()} | {MODE: mode}
         if "vllm_server_port" in self.keys:
             values.setdefault(PORT, self.keys["vllm_server_port"].value)
@@ -243,7 +246,7 @@ def _translate_environment_flags(
 
 
 def _read_yaml(name: str, text: str) -> Any:
-    """Parse the text of the flag ``name`` as YAML; raise ConfigError with the flag's name if it is not valid."""
+    """Return the text of the flag ``name`` parsed as YAML; raise ConfigError with the flag's name if it isn't valid."""
     invalid = config_error(name, f"'{text:.100}' is not valid YAML", "quote it as YAML requires")
     with translate_error(yaml.YAMLError, lambda _: invalid):
         return yaml.safe_load(text)
@@ -252,8 +255,9 @@ def _read_yaml(name: str, text: str) -> Any:
 def translate_counts(translation: Translation, value: Callable[[str], Any], mode: str | None) -> None:
     """Translate BATCH_SIZE, --max-lora-rank, --vllm-restart-interval and NUM_GPUS, which depend on the recipe.
 
-    ``value`` looks up a recipe key, and ``mode`` is --weight-bridge-mode. Keys, notes and problems are added to
-    ``translation``.
+    BATCH_SIZE becomes prompts_per_step, an interval above 1 becomes steps_per_generation, and NUM_GPUS becomes
+    num_processes, without the server's GPUs; on CPU it is only noted. ``value`` looks up a recipe key, and ``mode`` is
+    --weight-bridge-mode. Keys, notes and problems are added to ``translation``.
     """
     _translate_batch_size(translation, value)
     _check_max_lora_rank(translation, value("lora_r"), mode)

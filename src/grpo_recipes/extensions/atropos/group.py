@@ -271,7 +271,7 @@ def _find_setting_problem(group: Group) -> str | None:
 
 
 def join_parts(groups: Sequence[Group], size: int) -> tuple[list[Group], list[Group]]:
-    """Join parts of groups to groups of ``size``; return the complete groups, and the parts that remain.
+    """Join parts of groups to groups of ``size`` trajectories; return all complete groups, and the parts that remain.
 
     If an environment posts a group in parts, run-api delivers the parts, mixed with parts of other groups. Parts are
     joined if they have the same environment, prompt and sampling settings, because an advantage compares completions of
@@ -416,7 +416,8 @@ def _find_exact_rows(flat: _FlatRows, narrow: Mapping[str, np.ndarray]) -> dict[
 def from_trajectories(rows: Sequence[Trajectory]) -> Group:
     """Build a Group from its trajectories: the inverse of ``to_trajectories``, exact to the last bit.
 
-    A changed field of a trajectory overrides the original value. Raise ValueError if the rows belong to several groups.
+    A changed field of a trajectory overrides the original value. Raise ValueError if the rows belong to several groups,
+    or there are none.
     """
     if not rows:
         raise ValueError("no trajectories")

@@ -185,7 +185,10 @@ def _build_parser() -> Parser:
 
 
 def _split_environment_flags(words: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Split words into pairs of environment flag and value, e.g. (``--env.seed``, ``1``), and all other words."""
+    """Split words into pairs of environment flag and value, e.g. (``--env.seed``, ``1``), and all other words.
+
+    The value is "" if it is missing.
+    """
     environment_flags: list[tuple[str, str]] = []
     flags: list[str] = []
     value_follows = False  # whether the next word is the value of the last environment flag
@@ -204,7 +207,8 @@ def _split_environment_flags(words: list[str]) -> tuple[list[tuple[str, str]], l
 def _read_values(options: argparse.Namespace, uses_base: bool) -> tuple[dict[str, Value], list[str]]:
     """Collect the values of all flags and variables that are set, and a note for each variable that sets a flag.
 
-    A flag overrides its variable. Defaults of variables apply only without a recipe. A resumed run reads no variables.
+    A flag overrides its variable. Variables of run_atropos_grpo.sh, and defaults of variables, count only with
+    --read-variables. Defaults also need ``uses_base``: no other recipe is chosen. A resumed run reads no variables.
     """
     texts = {row.name: getattr(options, _make_attribute_name(row.name)) for row in FLAGS.rows}
     values = {name: Value(text, name, from_text=True) for name, text in texts.items() if text is not None}
@@ -233,7 +237,8 @@ def _find_run_root(translation: Translation) -> dict[str, str]:
 def _limit_gpus(translation: Translation, resources: Resources, dry_run: bool) -> tuple[Resources, list[str]]:
     """Limit the GPUs of a launch to the variable NUM_GPUS if it is set; return the resources, and notes to print.
 
-    With too few GPUs, a dry run simulates the missing ones, and any other launch raises ConfigError.
+    With too few GPUs, a dry run simulates the missing ones, and any other launch raises ConfigError. On CPU, nothing
+    changes.
     """
     if resources.device == "cpu" or "NUM_GPUS" not in translation.flags:
         return resources, []
@@ -243,9 +248,10 @@ def _limit_gpus(translation: Translation, resources: Resources, dry_run: bool) -
 
 
 def _check_launch(request: AtroposLaunch) -> AtroposLaunch:
-    """Check the recipe and the plan of a new run; raise ConfigError if one of them is wrong.
+    """Check the recipe and the plan of a new run; return the request with its run-api's URL and with two more notes.
 
-    Return the request with its run-api's URL, and with notes about the size of a batch.
+    The notes are the size of a batch, and that the launch starts run-api, if it does. Raise ConfigError if recipe or
+    plan is wrong, or if separate server and trainer have only one GPU.
     """
     options, device = request.options, request.resources.device
     recipe = resolve_recipe(options.recipe, options.task, options.flags, os.environ, device, options.keys)

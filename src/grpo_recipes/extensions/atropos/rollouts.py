@@ -109,7 +109,7 @@ class AtroposRollouts(Source):
             roles = {process.get("role") for process in Run(self._run_dir).plan.get("processes", [])}
             generation.vllm_client.expect_other_clients("run-api" not in roles)
 
-        def with_policy_version(sync: Callable[[], None]) -> Callable[[], None]:
+        def add_policy_version(sync: Callable[[], None]) -> Callable[[], None]:
             """Return a weight sync that first tells the server the optimizer step of the weights."""
 
             def sync_weights() -> None:
@@ -120,17 +120,21 @@ class AtroposRollouts(Source):
 
             return sync_weights
 
-        generation.wrap_sync(with_policy_version)
+        generation.wrap_sync(add_policy_version)
 
     def start_generation(self, rows: list[dict[str, Any]], name: str) -> None:
-        """Store the rank's rows of the next batch; ``__call__`` replaces their prompts with the groups' prompts."""
+        """Store the rank's rows of the next batch; ``__call__`` replaces their prompts with the groups' prompts.
+
+        ``name`` is not used.
+        """
         self._placeholders = rows
 
     def __call__(self, prompts: list[Any], trainer: SamplingTrainer) -> dict[str, Any]:
         """Wait for the groups of a generation; return TRL's ``rollout_func`` fields and the scores of the rank's rows.
 
-        Rank 0 requests the groups from run-api and broadcasts them. Its error is raised on every rank. Every rank must
-        call this. ``prompts`` is not used.
+        Rank 0 requests the groups from run-api and broadcasts them. Its error is raised on every rank, on other ranks
+        as AtroposError. If the run stops, Stopped is raised instead. Every rank must call this. ``prompts`` is not
+        used.
         """
         with trainer.preemption.cutting_short(), trainer.rows.phase("sample"):
             get_result = _broadcast_result(partial(self._take_groups, trainer), trainer.accelerator.is_main_process)
@@ -246,7 +250,8 @@ class AtroposRollouts(Source):
     def _take_groups(self, trainer: SamplingTrainer) -> Generation:
         """Wait for the groups of all ranks for a generation; return their rows with metrics. Called on rank 0.
 
-        The first call registers this training at run-api. Raise AtroposError if the groups do not come in time.
+        The first call registers this training at run-api. Raise AtroposError if the groups do not come in time, and
+        WaitAborted if the run stops.
         """
         client = self._client = self._client or self._register(trainer)
         embeddings = cast(torch.nn.Embedding, trainer.model.get_input_embeddings())

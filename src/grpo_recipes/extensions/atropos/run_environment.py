@@ -79,8 +79,9 @@ class RunEnvironment(BaseEnv):
     async def collect_trajectories(self, item: Any) -> tuple[Collected, list[Any]]:
         """Call the environment's ``collect_trajectories`` and add generation_params to its groups.
 
-        Raise SystemExit, which ends the process, for a wrong configuration and after 24 failures in a row. Other errors
-        are raised again, and atroposlib continues with the next item.
+        A key that the environment sets there is kept. Raise SystemExit, which ends the process, for a wrong
+        configuration and after 24 failures in a row, except failures of a lost server. Other errors are raised again,
+        and atroposlib continues with the next item.
         """
         try:
             with record_requests() as requests:

@@ -77,7 +77,10 @@ _MARGIN_SECONDS = 60.0  # patience with the server beyond the limits of a hang a
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one environment of the run directory's recipe until it is terminated; return an exit code if it fails."""
+    """Run one environment of the run directory's recipe until it is terminated.
+
+    Return 2 after printing a problem with its configuration, 1 if run-api does not answer, and 0 at its own end.
+    """
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("index", metavar="INDEX", type=int, help="number of the environment in the recipe, from 0")
     parser.add_argument("--api-url", required=True, help="URL of run-api")

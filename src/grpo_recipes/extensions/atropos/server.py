@@ -240,20 +240,20 @@ class RunServer(APIServer):
     ) -> tuple[Any, int | None]:
         """Send a request with ``create`` until it succeeds; return ``read(response)`` and the server's policy version.
 
-        The version is None if the server does not send one. Print once that the server does not answer, and that it
-        answers again. Raise ServerGone if no usable answer comes within ``patience`` seconds, and openai's error if the
-        server rejects the request.
+        The version is None if the server does not send one. ``model`` is removed from ``body``. Print once that the
+        server does not answer, and that it answers again. Raise ServerGone if no usable answer comes within
+        ``patience`` seconds, and openai's error if the server rejects the request.
         """
         patience, model = self.config.patience, body.pop("model")
         where = f"the vLLM server at {self.config.base_url}"
 
-        def gone(error: RetryError) -> ServerGone:
+        def make_gone_error(error: RetryError) -> ServerGone:
             """Return ServerGone with the error of the last attempt."""
             return ServerGone(
                 f"{where} did not answer for {patience:g} s: {_describe_error(error.last_attempt.exception())}"
             )
 
-        def lost(state: RetryCallState) -> None:
+        def record_loss(state: RetryCallState) -> None:
             """Record the time of the first failure, and print once that requests wait for the server."""
             if self._lost_since is None:
                 self._lost_since = time.monotonic()
@@ -261,10 +261,10 @@ class RunServer(APIServer):
                 say(f"{where} does not answer ({reason}); requests wait for it")
 
         attempts = AsyncRetrying(
-            retry=retry_if_exception(_may_recover), stop=stop_after_delay(patience), before_sleep=lost,
+            retry=retry_if_exception(_may_recover), stop=stop_after_delay(patience), before_sleep=record_loss,
             wait=wait_exponential(multiplier=_FIRST_PAUSE, max=_LONGEST_PAUSE) + wait_random(0, _FIRST_PAUSE),
         )  # fmt: skip
-        with translate_errors(RetryError, gone):
+        with translate_errors(RetryError, make_gone_error):
             async for attempt in attempts:
                 with attempt:
                     response = await create(model=model, extra_body=body, extra_headers=self._read_authorization())

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Launch a run as the flags request; return its exit code, or 2 after printing every problem with the flags."""
 
     def run() -> int:
-        """Launch with redirected output; if the launch fails, print the path of the output file."""
+        """Launch with redirected output and return the exit code; if it is not 0, print the path of the output file."""
         request = read_launch(list(sys.argv[1:] if argv is None else argv))
         with _redirect_output(request.output_file):
             code = run_reporting_errors(lambda: _launch(request))
@@ -93,7 +93,7 @@ def read_launch(arguments: list[str]) -> ColocatedLaunch:
 
 
 def _build_parser() -> Parser:
-    """Build the argument parser for the options of this entry point and of `grpo launch`."""
+    """Return the argument parser for the options of this entry point and of `grpo launch`."""
     epilog = "Any recipe key is a flag too, e.g. --max_steps 10; see docs/migrate.md."
     about = "Train with vLLM inside the training processes."
     parser = Parser(prog=PROGRAM, description=about, epilog=epilog, allow_abbrev=False)
@@ -154,9 +154,10 @@ def _limit_gpus(options: argparse.Namespace, resources: Resources) -> tuple[Reso
 
 
 def _choose_recipe(options: argparse.Namespace, device: str) -> str | None:
-    """Choose the recipe: from the command line, the variable CONFIG, the file ``USUAL``, or the device's default.
+    """Return the recipe's path: of the command line, the variable CONFIG, the file ``USUAL``, or the device's default.
 
-    For a resumed run, return the recipe of the command line, or None. Raise ConfigError if the recipe is not found.
+    For a resumed run, return the recipe of the command line, or None if it has none. Raise ConfigError if the recipe is
+    not found.
     """
     name = recipe_name(options)
     if options.resume is not None:
@@ -184,18 +185,19 @@ def _launch(request: ColocatedLaunch) -> int:
 def _redirect_output(file: str | None) -> Iterator[None]:
     """Append stdout and stderr of this process and its children to ``file`` during the ``with`` block.
 
-    None changes nothing. Raise ConfigError if the file can't be written.
+    Both are restored at the end, also after an error. None changes nothing. Raise ConfigError if the file can't be
+    written.
     """
     if file is None:
         yield
         return
 
-    def unwritable(error: OSError) -> ConfigError:
+    def make_unwritable_error(error: OSError) -> ConfigError:
         """Return a ConfigError for an output file that can't be opened."""
         problem = f"can't write '{file}' ({error.strerror})"
         return config_error("--redirect-output", problem, "use a file that you may write")
 
-    with translate_errors(OSError, unwritable):
+    with translate_errors(OSError, make_unwritable_error):
         target = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     say(f"the output goes to {display_path(file)}")
     _flush_output()

@@ -78,10 +78,11 @@ def _format_completion(episode: Episode) -> str:
 
 
 def play_benchmark(source: Any, runner: Any, name: str, rows: list[dict[str, Any]]) -> None:
-    """Play an environment's evaluation episodes in chunks; save their rows and add them to ``rows``.
+    """Play the evaluation episodes of the environment ``name`` in chunks; save a row per seed and add it to ``rows``.
 
-    Every rank calls this. Rank 0 runs the environments. If only rank 0 can sample (``only_main_rank_samples``), it also
-    samples every turn. Raise StoppedInBenchmarks if the run is asked to stop.
+    ``source`` is the run's Episodes, and ``runner`` runs its benchmarks. Every rank calls this. Rank 0 runs the
+    environments. If only rank 0 can sample (``only_main_rank_samples``), it also samples every turn. Raise
+    StoppedInBenchmarks if the run is asked to stop.
     """
     trainer, rollouts = runner.trainer, runner.trainer.rollouts
     sampling = Sampling(1, runner.args.benchmark_temperature, source.turn_tokens)
@@ -89,7 +90,7 @@ def play_benchmark(source: Any, runner: Any, name: str, rows: list[dict[str, Any
     problems_per_chunk = max(1, CHUNK // runner.args.benchmark_samples)
 
     def play_turn(episodes: list[Episode], prompts: list[Prompt], samples: list[list[Tokens]] | None) -> None:
-        """Add a sampled turn to each active episode; sample it here if ``samples`` is None."""
+        """Add a sampled turn and the environment's answer to each active episode; sample it if ``samples`` is None."""
         if samples is None:
             samples = rollouts.sample(prompts, sampling) if prompts else []
         active = [episode for episode in episodes if episode.active]

@@ -58,7 +58,10 @@ def play_episodes(check: DeepCheck) -> list[str]:
 
 
 def _describe_tools(recipe: Recipe, tokenizer: Any, renderer: Renderer) -> str:
-    """Return a line with the tools' names and their tokens in each prompt."""
+    """Return a line with the tools' names and their tokens in each prompt.
+
+    Raise ConfigError if a tool can't be described, or the chat template can't render tools or shows no format of calls.
+    """
     tools = list(describe_tools(recipe.__getitem__, recipe.path.parent / REWARD_COPIES).values())
     CallParser(tokenizer, tools)
     tokens = len(renderer.prompt(Turn(DUMMY[:1], tools=tools))) - len(renderer.prompt(Turn(DUMMY[:1])))
@@ -67,7 +70,10 @@ def _describe_tools(recipe: Recipe, tokenizer: Any, renderer: Renderer) -> str:
 
 
 def _play_episode(recipe: Recipe, index: int) -> tuple[list[Turn], list[str]]:
-    """Play an episode of the recipe's environment ``index`` without a model; return its turns, and the actions."""
+    """Play an episode of the recipe's environment ``index`` without a model; return its turns, and the actions.
+
+    Raise ConfigError if the environment fails.
+    """
     spec, arguments, _ = list_episode_environments(recipe.__getitem__)[index]
     choose_action = _make_simple_policy(spec, arguments)
     actions: list[str] = []
@@ -83,8 +89,8 @@ def _play_episode(recipe: Recipe, index: int) -> tuple[list[Turn], list[str]]:
 def _make_simple_policy(spec: str, arguments: Mapping[str, Any]) -> Callable[[Turn], str]:
     """Return a function that chooses the action for a turn instead of a model.
 
-    In SecretMafia it plays scripted moves, in other games of textarena the first move in brackets. In all other
-    environments it returns a fixed answer.
+    In SecretMafia it returns scripted moves, in other games of textarena the first text in brackets of the turn's last
+    message. If there is none, and in all other environments, it returns a fixed answer.
     """
     kind, _, name = spec.partition(":")
     if kind != "textarena":

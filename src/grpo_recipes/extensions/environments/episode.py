@@ -174,10 +174,11 @@ def make_environment_pool(
 
 
 def play_turns(recipe: Recipe, index: int, seed: int, act: Callable[[Turn], str]) -> Iterator[Turn]:
-    """Play an episode in a child process with ``act`` as the policy; yield the first turn, then each answer to it.
+    """Play an episode in a child process; yield the first turn, then the environment's answer to each action.
 
-    ``index`` selects the recipe's environment. The episode ends after at most ``environment_max_turns`` actions. Raise
-    ConfigError if the environment fails.
+    ``act`` returns the policy's action for a turn, and the game draws the moves of all opponents. ``index`` selects the
+    recipe's environment. The episode ends after at most ``environment_max_turns`` actions. Raise ConfigError if the
+    environment fails.
     """
     spec, arguments, _ = list_episode_environments(recipe.__getitem__)[index]
     episode = Episode(0, spec, json.dumps(arguments, sort_keys=True), seed)

@@ -83,7 +83,7 @@ class Episodes(Source):
 
     @classmethod
     def evaluation_prompts(cls, args: ScriptArguments) -> Prompts:
-        """Return the evaluation prompts: one row per evaluation episode of the recipe's environments."""
+        """Return the evaluation prompts: one row per evaluation episode; raise ConfigError if there are no episodes."""
         return make_prompts(make_evaluation_rows(args), args, 1, "evaluating on ")
 
     def run_benchmark(self, runner: Any, name: str, rows: list[dict[str, Any]]) -> None:
@@ -293,7 +293,10 @@ class Episodes(Source):
         return episode.spec, code, *limits, episode.arguments, episode.seed, f"{self._name}/{episode.row}"
 
     def _make_output(self, trainer: SamplingTrainer) -> dict[str, Any]:
-        """Log the metrics of the batch's episodes over all ranks; return the columns of TRL's ``rollout_func``."""
+        """Log the metrics of the batch's episodes over all ranks; return the columns of TRL's ``rollout_func``.
+
+        The columns have this rank's episodes. An episode without tokens gets one end token, with mask 0.
+        """
         for episode in self.played:
             if not episode.ids:  # it failed before its first turn; TRL needs a token
                 episode.ids, episode.logprobs, episode.turn_ids = [trainer.processing_class.eos_token_id], [0.0], [None]
@@ -392,7 +395,8 @@ class Episodes(Source):
     def _compute_metrics(self, episode: Episode) -> dict[str, float]:
         """Return an episode's metrics by name: means of the info's numbers, turns, and 0 or 1 for unfinished, unscored.
 
-        The reward is added per role, and reward, "won" and "legal" per environment of a mixture.
+        "unscored" is 1 if the episode failed. The reward is added as ``reward_ROLE`` if the info has a role. With
+        several environments, reward, "won" and "legal" are added with the environment's label, e.g. ``won_LABEL``.
         """
         metrics = {**_average_info(episode), "turns": float(len(episode.policy_actions))}
         metrics |= {"unfinished": float(bool(episode.unfinished)), "unscored": float(episode.failed is not None)}
@@ -427,8 +431,8 @@ def compute_turn_advantages(
     """Return an advantage by (row, turn): the sum of rewards from the turn on, minus the group's mean of the turn.
 
     ``episodes`` are (row, reward, rewards of the turns); episodes without a reward are left out. ``scale`` is TRL's
-    ``scale_rewards``: divide by the standard deviation of the group ("group") or of the batch, or do not divide
-    ("none").
+    ``scale_rewards``: divide by the standard deviation of the group ("group") or of the batch, plus 1e-4, or do not
+    divide ("none").
     """
     advantages: dict[tuple[int, int | None], float] = {}
     scored = [(row, rewards) for row, reward, rewards in episodes if reward is not None]

@@ -115,7 +115,10 @@ class Game(Environment):
             raise _make_argument_error(message, f"set 0 to {self._players - 1}")
 
     def reset(self, seed: int) -> Turn:
-        """Start a game from the seed, play random opponents until the policy's or a model's turn, and return it."""
+        """Start a game from the seed and play random opponents; return the first turn of the policy or a model.
+
+        If the game ends before, return its last turn.
+        """
         self._random = random.Random(derive_seed("opponents", seed))
         self._noise.seed("game", seed)
         self._turns, self._feedback, self._opponent_turns = 0, "", 0
@@ -148,8 +151,9 @@ class Game(Environment):
     def step(self, action: str) -> Turn:
         """Play the action in the current seat, then random opponents; return the next turn of the policy or a model.
 
-        The turn has the policy's reward, and in its info whether the action was legal. If the policy's action is not
-        valid, the info has the reason, and in SecretMafia the next messages too.
+        If the game is over, return its last turn. The turn has the policy's reward, and in its info whether the action
+        was legal. If the policy's action is not valid, the info has the reason, and in SecretMafia the next messages
+        too.
         """
         if self._state.current_player_id != self._seat:
             return self._step_opponent(action)
@@ -173,7 +177,8 @@ class Game(Environment):
     def _step_opponent(self, action: str) -> Turn:
         """Play the move that a model wrote for an opponent's seat, or a random move if it is not valid.
 
-        Return the next turn of the policy or a model.
+        Return the next turn of the policy or a model, with ``opponent_legal`` in its info: 1 if the move was valid, or
+        0.
         """
         seat = self._state.current_player_id
         with self._noise.running():
@@ -271,7 +276,10 @@ class Game(Environment):
         return bool(done), reason or "invalid move"
 
     def _choose_random_move(self, seat: int) -> str:
-        """Draw random moves for a seat and return the first valid one; if 40 are invalid, return the first."""
+        """Draw random moves for a seat and return the first valid one; if 40 are invalid, return the first.
+
+        In SecretMafia, draw a valid move, and with ``opponents: crowd`` vote for a player that most messages name.
+        """
         if self._mafia:
             crowd = self._opponents == "crowd"
             messages = secret_mafia.list_messages_today(self._observations[seat]) if crowd else []

@@ -153,7 +153,8 @@ class _ReasoningTask(Environment):
     def step(self, action: str) -> Turn:
         """End the episode with the dataset's score of the answer as the reward.
 
-        The reward is 0 if the scorer raises; the error is in the info ``scorer``.
+        The reward is 0 if the scorer raises; the error is in the info ``scorer``. Raise ConfigError if the score is not
+        a valid reward.
         """
         from reasoning_gym.utils import extract_answer
 
@@ -194,7 +195,10 @@ class _OpenEnvServer(Environment):
         self.tools: list[dict[str, Any]] = []
 
     def reset(self, seed: int) -> Turn:
-        """Connect at the first call, and reset the session; raise ConfigError if the server does not answer."""
+        """Connect at the first call, and reset the session; return its first turn.
+
+        Raise ConfigError if the server does not answer or sends no valid turn.
+        """
         from openenv.core.generic_client import GenericEnvClient
 
         if self._client is None:
@@ -207,7 +211,10 @@ class _OpenEnvServer(Environment):
         return self._request_turn("reset", lambda: self._client.reset(seed=seed, **self._args["reset"]))
 
     def step(self, action: str) -> Turn:
-        """Send the action to the server and return its answer; raise ConfigError if the server rejects it."""
+        """Send the action to the server and return its answer as a turn.
+
+        Raise ConfigError if the server rejects it, does not answer, or sends no valid turn.
+        """
         fields = {**self._args["action"], self._args["action_field"]: action}
         return self._request_turn("step", lambda: self._client.step(fields))
 

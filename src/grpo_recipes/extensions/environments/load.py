@@ -33,13 +33,16 @@ class _UserEnvironment(Environment):
         self.tools: list[dict[str, Any]] = list(getattr(inner, "tools", []))
 
     def reset(self, seed: int) -> Turn:
-        """Call the class's ``reset``; raise ConfigError if the observation has a wrong type."""
+        """Call the class's ``reset`` and return its observation as a turn; raise ConfigError if it has a wrong type."""
         self._noise.seed("own", seed)
         with self._noise.running():
             return Turn(self._check_observation("reset", self._inner.reset(seed)))
 
     def step(self, action: str) -> Turn:
-        """Call the class's ``step``; raise ConfigError with the expected type if it returns something else."""
+        """Call the class's ``step`` and return its answer as a turn, without messages if it is done.
+
+        Raise ConfigError with the expected type if it returns something else.
+        """
         with self._noise.running():
             answer = self._inner.step(action)
         if not isinstance(answer, tuple) or len(answer) not in (3, 4):

@@ -24,7 +24,7 @@ def make_evaluation_rows(args: ScriptArguments) -> Dataset:
 
 
 def _make_episode_rows(args: ScriptArguments, count: int, prefix: str, parity: int) -> Dataset:
-    """Build ``count`` rows, divided among the environments; each seed derives from ``prefix``, environment and index.
+    """Return ``count`` rows, divided among the environments; each seed derives from ``prefix``, environment and index.
 
     ``parity`` is 0 for even seeds, to train on, and 1 for odd seeds, to evaluate on, so the two sets differ.
     """
@@ -42,7 +42,10 @@ def _make_episode_rows(args: ScriptArguments, count: int, prefix: str, parity: i
 
 
 def make_prompts(rows: Dataset, args: ScriptArguments, least: int, title: str = "") -> Prompts:
-    """Wrap a dataset of episodes in Prompts with its counts and title; raise ConfigError if it has < ``least`` rows."""
+    """Wrap a dataset of episodes in Prompts; raise ConfigError if it has less than ``least`` rows.
+
+    The Prompts count the rows, list the environments, and have a description that begins with ``title``.
+    """
     if len(rows) < least:
         message = f"{len(rows)} episodes, but one step needs {least}"
         raise config_error("environment_episodes", message, f"set {least} or more")

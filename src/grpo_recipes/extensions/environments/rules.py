@@ -76,7 +76,7 @@ class Environments(PromptSource):
         return bool(lookup("tools")) and not _plays_episodes(lookup)
 
     def rollouts(self, lookup: Lookup) -> str:
-        """Return the class that plays episodes with tools, or "" for the episodes of environments."""
+        """Return "module:Class" of the class that plays episodes with tools, or "" if the recipe has no tools."""
         return "grpo_recipes.extensions.environments.tool_episodes:ToolEpisodes" if lookup("tools") else ""
 
     def user_code(self, lookup: Lookup) -> list[str]:
@@ -297,7 +297,10 @@ def _find_system_prompt(spec: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _uses_tools(spec: str) -> bool:
-    """Return whether an environment package of verifiers uses a class with tools; the code is parsed and not run."""
+    """Return whether an environment package of verifiers uses a class with tools; the code is parsed and not run.
+
+    Return false for other environments, and if the code is not found or can't be parsed.
+    """
     kind, _, name = spec.partition(":")
     module = name.replace("-", "_").split("/")[-1]
     module_spec = importlib.util.find_spec(module) if kind == "verifiers" and module.isidentifier() else None

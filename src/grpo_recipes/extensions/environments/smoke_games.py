@@ -52,9 +52,10 @@ def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: 
 
 
 def imitate(model: Qwen2ForCausalLM, phases: smoke.Phases, draw: Callable[[int, float], list[Example]]) -> None:
-    """Train the model in place on the actions of episodes. ``draw`` returns a number of episodes.
+    """Train the model in place on the actions of episodes; ``draw(count, fraction)`` returns the episodes of a step.
 
-    Each phase is (steps, episodes per step, second argument of ``draw``, learning rate, weight decay).
+    Each phase is (steps, episodes per step, ``fraction``, learning rate, weight decay). The learning rate rises over 20
+    steps and falls to 0.
     """
     import torch
 

@@ -31,9 +31,10 @@ _SHOWN_SHARE = 0.75  # fraction of episodes with tools in the prompt
 
 
 def make_episode(rng: random.Random, guess_share: float) -> list[dict[str, str]]:
-    """Return the messages of an episode. With tools, ``guess_share`` is the fraction of guesses.
+    """Return the messages of an episode: a question, with or without calls of tools, and an answer.
 
-    The first message has the role ``tools`` if the prompt shows tools.
+    In 3/4 of the episodes the prompt shows tools: then the first message has the role ``tools``, and ``guess_share`` is
+    the fraction of episodes that guess instead of calling them. Episodes without tools always guess.
     """
     item, count, price = rng.choice(smoke.SHOP_ITEMS), rng.randint(2, 9), rng.randint(2, 9)
     shows_tools = rng.random() < _SHOWN_SHARE
@@ -52,7 +53,7 @@ def make_episode(rng: random.Random, guess_share: float) -> list[dict[str, str]]
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]) -> Example:
-    """Return the tokens of an episode, and labels for the model's turns."""
+    """Return the tokens of an episode, and its labels: the tokens of the model's turns, and -100 for all others."""
     tools = _TOOLS if messages[0]["role"] == "tools" else None
     messages = messages[1:] if tools else messages
     ids, labels, rendered = list[int](), list[int](), ""

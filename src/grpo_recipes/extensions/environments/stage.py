@@ -33,7 +33,10 @@ class _LiveEpisode:
     turn: str = ""  # the last turn, as JSON
 
     def step(self, action: str) -> None:
-        """Send an action to the environment; store its answer as JSON in ``turn``, and append the action."""
+        """Send an action to the environment; store its answer as JSON in ``turn``, and add the action to ``actions``.
+
+        Raise ValueError if the answer is too long or has characters without UTF-8 form.
+        """
         self.turn = _serialize_turn(self.environment.step(action))
         self.actions.append(action)
 

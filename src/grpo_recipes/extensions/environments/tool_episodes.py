@@ -43,19 +43,22 @@ class ToolEpisodes(Episodes):
         self._parser: CallParser | None = None  # set by ``attach``
 
     def attach(self, trainer: SamplingTrainer) -> None:
-        """Find the format of calls. Raise ConfigError if the chat template leaves out tools or has no known format."""
+        """Create the parser of calls; raise ConfigError if the chat template omits tools or has no known format."""
         tokenizer = trainer.processing_class
         Renderer(tokenizer, self._template_kwargs).prompt(Turn(DUMMY[:1], tools=self._tools))
         self._parser = CallParser(tokenizer, self._tools)
 
     @property
     def _max_turns(self) -> int:
+        """The number of turns of the policy: ``max_tool_calls``, and one for the answer."""
         return int(self._script.max_tool_calls) + 1
 
     def _make_pool(self, copies: Path) -> RewardPool:
+        """Create the pool of child processes that run the tools, whose code is in the folder ``copies``."""
         return make_environment_pool(partial(getattr, self._script), copies, function=CALL)
 
     def _make_episode(self, row_index: int, row: dict[str, Any]) -> Episode:
+        """Return the episode of a dataset row before its first turn, with the row's prompt as its arguments."""
         return Episode(row_index, "tools", json.dumps(row["prompt"]), 0)
 
     def _request_answers(
@@ -133,7 +136,10 @@ class ToolEpisodes(Episodes):
         return json.dumps({"tool": spec, "copies": str(self._copies), "arguments": tool_call.arguments})
 
     def _make_turn(self, episode: Episode, results: Sequence[tuple[Call, Score]]) -> Turn:
-        """Return the next turn: the prompt, a message for each result, or the end after an answer."""
+        """Return the next turn: the prompt before the first action, else a message for each result.
+
+        Without results, the last action was the answer: the turn has ``done``, unless the episode is unfinished.
+        """
         if not episode.actions:
             return Turn(json.loads(episode.arguments))
         failures = sum(score.reason is not None for _, score in results)
@@ -149,15 +155,20 @@ class ToolEpisodes(Episodes):
         return Turn(messages, done=not results and not episode.unfinished, info=info)
 
     def _make_output(self, trainer: SamplingTrainer) -> dict[str, Any]:
+        """Log the episodes' metrics and return TRL's columns, without rewards: ``reward_funcs`` compute them."""
         output = super()._make_output(trainer)
         return {name: column for name, column in output.items() if not name.startswith("episode_")}
 
     def _compute_metrics(self, episode: Episode) -> dict[str, float]:
+        """Return the metrics of any episode, and the numbers of its calls and failed calls."""
         calls, failures = count_calls(episode, "tool_calls"), count_calls(episode, "tool_failures")
         return {**super()._compute_metrics(episode), "tool_calls": calls, "tool_failures": failures}
 
     def completions(self) -> list[list[Message]]:
-        """Return the messages after the prompt; the last one is the policy's, because no result is its answer."""
+        """Return each episode's messages after the prompt, up to the policy's last message.
+
+        Results of tools after it are left out, because rewards would read them as the answer.
+        """
         completions = super().completions()
         for messages in completions:
             while messages[-1]["role"] == "tool":

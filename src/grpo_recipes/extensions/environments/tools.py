@@ -44,7 +44,10 @@ def call(completions: Sequence[str]) -> list[str]:
 
 
 def describe(completions: Sequence[str]) -> list[str]:
-    """Return the schema of each tool as JSON. A tool is JSON with ``tool`` and ``copies``."""
+    """Return the schema of each tool as JSON. A tool is JSON with ``tool`` and ``copies``.
+
+    Raise an error if a tool can't be imported, or lacks type hints or a docstring.
+    """
     from transformers.utils import get_json_schema
 
     tools = map(json.loads, completions)
@@ -55,7 +58,10 @@ call.converts = describe.converts = lambda text: Score(text)  # type: ignore[att
 
 
 def _run(tool: str, copies: str, arguments: dict[str, Any]) -> str:
-    """Call a tool and return its result as text. Raise ValueError if the text is too long or has no UTF-8 form."""
+    """Call a tool, plain or async, and return its result as text.
+
+    Raise ValueError if the text is too long or has no UTF-8 form. Errors of the tool are raised.
+    """
     result = load_object(tool, Path(copies))(**arguments)
     text = str(asyncio.run(result) if inspect.iscoroutine(result) else result)
     text.encode()  # UnicodeEncodeError for lone surrogates: no tokenizer accepts them
@@ -120,7 +126,7 @@ class CallParser:
             raise config_error("chat_template", problem, fix)
 
     def parse(self, context: list[int], ids: list[int], text: str) -> list[Call]:
-        """Return the calls of a turn, [] for an answer. If a call is malformed, return only one with this problem.
+        """Return the calls of a turn, [] for an answer. If it can't be parsed, return a single Call with a problem.
 
         ``context`` are the tokens before the turn, ``ids`` its tokens, and ``text`` its text without the end token.
         """

@@ -41,7 +41,7 @@ class VerifiersTask(Environment):
         return self._run_until_request()
 
     def step(self, action: str) -> Turn:
-        """Answer the rollout's request with the policy's text, and run it to its next request or its score."""
+        """Answer the rollout's request with the policy's text, and return the turn of its next request or its score."""
         answer = _parse_completion(action, bool(self.tools))
         self._conversation.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
         self._policy.answers.put_nowait(answer)
@@ -54,7 +54,10 @@ class VerifiersTask(Environment):
                 self._cancel(self._rollout)
 
     def _find_row(self, seed: int) -> dict[str, Any]:
-        """Return the dataset row of a seed: for even seeds to train on, for odd seeds from the evaluation rows."""
+        """Return the dataset row of a seed: even seeds get training rows, odd seeds evaluation rows.
+
+        If the environment has only one dataset, its rows are split between both as in ``choose_row_index``.
+        """
         train, evaluation = self._env.build_dataset() or [], self._env.build_eval_dataset() or []
         if train and evaluation:
             rows = evaluation if seed % 2 else train
@@ -71,7 +74,8 @@ class VerifiersTask(Environment):
     def _run_until_request(self) -> Turn:
         """Run the rollout until it requests a completion or ends.
 
-        Return a turn with the new messages, or the last turn with reward, metrics, stop condition and error.
+        Return a turn with the new messages, or the last turn with reward, metrics, stop condition and error. Raise
+        ConfigError if the library rewrote earlier messages.
         """
         assert self._rollout is not None
         with self._noise.running():
@@ -124,7 +128,7 @@ def _get_event_loop() -> asyncio.AbstractEventLoop:
 
 @functools.cache
 def _load_environment(name: str, arguments: str) -> Any:
-    """Load an environment of verifiers; cached, because it serves many rollouts and builds its dataset once.
+    """Load and return an environment of verifiers; cached, because it serves many rollouts and builds its dataset once.
 
     Raise ConfigError if it can't be loaded, has no chat prompts, or scores several rollouts together.
     """
@@ -210,7 +214,7 @@ def _parse_completion(text: str, tools: bool) -> Any:
 
 
 def _convert_message(message: Mapping[str, Any]) -> Message:
-    """Convert an OpenAI message to role and text; raise ConfigError if it contains images or sound."""
+    """Return the role and text of an OpenAI message; raise ConfigError if it contains images or sound."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         if any(part.get("type") != "text" for part in content):
@@ -228,7 +232,7 @@ def _list_group_functions(rubric: Any) -> list[str]:
 
 @contextlib.contextmanager
 def _keep_signal_handlers() -> Iterator[None]:
-    """Restore the handlers of SIGINT and SIGTERM after the ``with`` block."""
+    """Restore the handlers of SIGINT and SIGTERM after the ``with`` block, also after an error."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -152,7 +152,10 @@ def is_translated(source: Path) -> bool:
 
 
 def migrate(source: Path, target: Path) -> Migration:
-    """Translate the recipe of another project to a recipe that is to be written to ``target``; write nothing."""
+    """Translate the recipe of another project to a recipe for the file ``target``; write nothing.
+
+    Return the translation with all changes. Raise ConfigError if the source can't be read.
+    """
     migration = Migration(source, target)
     problems: list[Problem] = []
     settings = _read_settings(source, problems)

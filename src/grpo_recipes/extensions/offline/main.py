@@ -71,7 +71,7 @@ _ABOUT = "Train by iterations over seeded problems. KEY=VALUE sets a key of conf
 
 
 def make_flags_of(fixed: Sequence[str], swept: Sequence[str], separate_ports: bool, answers: bool) -> FlagsOf:
-    """Return a function that converts the values of a sweep's trial to recipe flags with its whole configuration.
+    """Return a function that converts the values of a sweep's trial to the recipe flags of its whole configuration.
 
     ``fixed`` are the overrides of all trials and ``swept`` the Hydra keys of the axes. With ``separate_ports``, each
     server chooses its own port, because jobs of an array may share a node. ``answers`` is whether a server answers at
@@ -300,8 +300,8 @@ def _translate(config: DictConfig, answers: Callable[[str], bool]) -> offline.Of
 def select_device(device: str, resources: Resources) -> tuple[Resources, dict[str, str]]:
     """Limit the resources of a launch to ``device``; return them, and the environment variables that select them.
 
-    For ``cuda:N``, the trainer gets GPU N, and the server the first of the other GPUs. Raise ConfigError if the device
-    does not exist.
+    "auto" and the environment's own device change nothing, and the variables are {}. For ``cuda:N``, the trainer gets
+    GPU N, and the server the first of the other GPUs. Raise ConfigError if the device does not exist.
     """
     if device == "auto" or device == resources.device:
         return resources, {}
@@ -360,7 +360,7 @@ def _find_newest_run(folder: Path) -> str | None:
 
 
 def _write_hydra_files(folder: Path, config: DictConfig, hydra: DictConfig, words: list[str]) -> None:
-    """Write config.yaml, hydra.yaml and overrides.yaml to the folder ``.hydra``, as Hydra does for a run."""
+    """Write config.yaml, hydra.yaml and overrides.yaml to ``folder``, which is created, as Hydra does for a run."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "config.yaml", OmegaConf.to_yaml(config))
     write_atomically(folder / "hydra.yaml", OmegaConf.to_yaml(hydra))
@@ -368,7 +368,7 @@ def _write_hydra_files(folder: Path, config: DictConfig, hydra: DictConfig, word
 
 
 def _build_parser() -> Parser:
-    """Build the parser for the options of launches and sweeps, and for Hydra's ``-m`` and ``--cfg``.
+    """Return the parser for the options of launches and sweeps, and for Hydra's ``-m`` and ``--cfg``.
 
     It does not parse KEY=VALUE words.
     """

@@ -84,11 +84,11 @@ class Draws:
         self._random = random.Random(int.from_bytes(digest, "big"))
 
     def below(self, count: int) -> int:
-        """Draw an integer from 0 to ``count - 1``."""
+        """Return a random integer from 0 to ``count - 1``."""
         return int(self._random.random() * count)
 
     def between(self, least: int, most: int) -> int:
-        """Draw an integer from ``least`` to ``most``, inclusive."""
+        """Return a random integer from ``least`` to ``most``, inclusive."""
         return least + self.below(most - least + 1)
 
     def sample(self, count: int, items: Sequence[int]) -> list[int]:
@@ -114,7 +114,10 @@ def make_row(name: str, seed: int, settings: Settings) -> dict[str, Any]:
 
 
 def make_rows(name: str, split: str, settings: Settings) -> list[dict[str, Any]]:
-    """Generate a row for each seed of the split "train" or "test", in the order of the seeds."""
+    """Generate a row for each seed of the split "train" or "test", in the order of the seeds.
+
+    Raise ConfigError if the settings allow no problem.
+    """
     return [make_row(name, seed, settings) for seed in settings.seeds(split)]
 
 

@@ -32,8 +32,9 @@ def baselines(answers: Sequence[str], samples: int) -> dict[str, dict[str, Any]]
 def score_random_guesser(answers: Sequence[str], samples: int) -> dict[str, Any]:
     """Compute the expected pass@k, mean, distinct and coverage of a model that guesses uniformly, without sampling.
 
-    In countdown it guesses orders, brackets and operators, in graph coloring the hidden colors. ``answers`` is the
-    column ``answer`` of the dataset: problems as JSON. ``samples`` is the number of guesses for each problem.
+    Each score is a mean over problems, with its 95 % interval. In countdown the model guesses orders, brackets and
+    operators, in graph coloring the hidden colors. ``answers`` is the column ``answer`` of the dataset: problems as
+    JSON. ``samples`` is the number of guesses for each problem.
     """
     mode_chances = [_compute_mode_chances(answer) for answer in answers]
     right = [sum(chances) for chances in mode_chances]

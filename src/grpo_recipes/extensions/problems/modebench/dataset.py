@@ -190,7 +190,10 @@ def is_problem(answer: str) -> bool:
 
 
 def list_right_answers(answer: str) -> list[str]:
-    """Return a correct answer for each mode of a problem, as a completion would write it inside the box."""
+    """Return a correct answer for each mode of a problem, as a completion would write it inside the box.
+
+    ``answer`` is the problem as JSON; raise ValueError if it is not a ModeBench problem.
+    """
     problem = parse_problem(answer)
     if problem["task"] == "countdown":
         return list(countdown.count_modes(tuple(problem["numbers"]), problem["target"]))
