@@ -7,9 +7,10 @@ from typing import Any
 
 @contextmanager
 def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of ``owner`` in the block, and restore them afterwards.
+    """Set attributes of ``owner`` in the ``with`` block, and restore them afterwards, also after an error.
 
-    ``owner`` may pass attributes on to an object that it wraps, like a module of torch.compile.
+    Attributes that did not exist before are deleted. ``owner`` may pass attributes on to an object that it wraps, like
+    a module of torch.compile.
     """
     instance_values = {name: vars(owner)[name] for name in values if name in vars(owner)}  # the rest is inherited
     before = {name: getattr(owner, name) for name in values if hasattr(owner, name)} | instance_values

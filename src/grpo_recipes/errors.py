@@ -29,6 +29,7 @@ class Problem:
     fix: str  # the edit that removes the fault
 
     def __post_init__(self) -> None:
+        """Mask secrets and escape control characters in all three texts."""
         for name in ("where", "what", "fix"):
             object.__setattr__(self, name, mask_and_escape(getattr(self, name)))
 
@@ -37,7 +38,10 @@ class Problem:
 
 
 def mask_and_escape(text: str) -> str:
-    """Return a text as one line without secrets, since a message may quote any input."""
+    """Return a text with secrets masked and control characters escaped, e.g. a line end as ``\\n``.
+
+    A message may quote any input, and must stay on one line.
+    """
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in mask_secrets(text))
 
 
@@ -58,7 +62,7 @@ def config_error(where: str, what: str, fix: str) -> ConfigError:
 def translate_errors(
     kinds: type[BaseException] | tuple[type[BaseException], ...], into: Callable[[Any], BaseException]
 ) -> Iterator[None]:
-    """Replace an error of these kinds by ``into(error)``, with the original error as its cause."""
+    """Raise ``into(error)`` instead of an error of these kinds in the ``with`` block, with that error as its cause."""
     try:
         yield
     except kinds as error:

@@ -18,12 +18,12 @@ def find_code_root() -> Path:
 
 
 def cache_root(environment: Mapping[str, str]) -> Path:
-    """Return the folder of downloads and the smoke model: CACHE_ROOT, or ``.cache`` in the repository."""
+    """Return the folder of downloads and the smoke model, absolute: CACHE_ROOT, or ``.cache`` in the repository."""
     return Path(environment.get("CACHE_ROOT") or find_code_root() / ".cache").absolute()
 
 
 def display_path(path: Path | str) -> str:
-    """Return ``path`` for a message: relative if it is below the working folder."""
+    """Return ``path`` as text for a message: relative if it is below the working folder, else unchanged."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
@@ -37,13 +37,14 @@ def shell_quote(text: Path | str) -> str:
 
 
 def _escape_in_ansi_quotes(char: str) -> str:
+    """Return a character as bash reads it in ``$'...'``: with a backslash if needed, or as its bytes in hex."""
     if char.isprintable():
         return f"\\{char}" if char in "\\'" else char
     return "".join(f"\\x{byte:02x}" for byte in os.fsencode(char))
 
 
 def shell_path(path: Path | str) -> str:
-    """Return ``path`` quoted for a command, relative if it is below the working folder."""
+    """Return ``path`` quoted for a shell command, relative if it is below the working folder."""
     return shell_quote(display_path(path))
 
 
@@ -67,7 +68,7 @@ def sort_newest_first(paths: Iterable[Path]) -> list[Path]:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a living process of any container holds a lock on a file."""
+    """Return whether a process, even in another container, holds an exclusive lock on a file; false without a file."""
     try:
         with path.open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -18,7 +18,10 @@ _PUBLIC_NAMES = frozenset({"TOKENIZERS_PARALLELISM", "GRPO_TOKEN_FILE"})
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a variable of this name holds a secret."""
+    """Return whether a variable of this name holds a secret: it contains TOKEN, KEY, SECRET, PASSWORD or CREDENTIAL.
+
+    Two public variables with such a name are exceptions.
+    """
     return name.upper() not in _PUBLIC_NAMES and bool(_NAME.search(name))
 
 
@@ -33,10 +36,10 @@ def contains_secret(value: object) -> bool:
 
 
 def mask_secrets(text: str) -> str:
-    """Return ``text`` with tokens and passwords in URLs replaced."""
+    """Return ``text`` with asterisks instead of tokens, and of user names and passwords in URLs."""
     return _URL_PASSWORD.sub(MASK, _VALUE.sub(MASK, text))
 
 
 def mask_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of ``environment`` that may be printed."""
+    """Return a copy of ``environment`` that may be printed: values of secret variables, and tokens, are masked."""
     return {name: MASK if is_secret_name(name) else mask_secrets(value) for name, value in environment.items()}

@@ -23,8 +23,8 @@ _STUDENT = (
 def pass_at_k(samples: int, right: int, k: int) -> float:
     """Return the probability that at least one of ``k`` completions drawn without replacement is right.
 
-    ``samples`` completions of the problem have a score, and ``right`` of them are right. ``samples`` must be at least
-    ``k``.
+    ``samples`` completions of the problem have a score, and ``right`` of them are right. Raise ValueError if there are
+    fewer than ``k`` samples, or ``right`` is not possible.
     """
     if not 0 <= right <= samples or not 1 <= k <= samples:
         raise ValueError(f"pass@{k} of {right} right among {samples} completions is not defined")
@@ -37,7 +37,7 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
     """Return the expected greatest reward among ``k`` completions drawn without replacement from these.
 
     In ascending order, the i-th reward is the greatest in C(i - 1, k - 1) of the C(n, k) draws. For rewards of 0 and 1,
-    best@k equals pass@k.
+    best@k equals pass@k. Raise ValueError unless 1 <= k <= the number of rewards.
     """
     if not 1 <= k <= len(rewards):
         raise ValueError(f"best@{k} of {len(rewards)} completions is not defined")
@@ -50,7 +50,8 @@ def majority_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: 
     """Return 1 if the most frequent answer of the first ``k`` completions is right, else 0.
 
     A completion without an answer (None) has no vote, and without votes the result is 0. Among equally frequent
-    answers, the first counts. An answer is right if the first completion with this answer is right.
+    answers, the first counts. An answer is right if the first completion with this answer is right. Raise ValueError
+    unless 1 <= k <= the number of answers.
     """
     if not 1 <= k <= len(answers):
         raise ValueError(f"majority@{k} of {len(answers)} completions is not defined")
@@ -188,7 +189,7 @@ def pass_at_k_table(scores: Sequence[Sequence[float | None]]) -> dict[str, float
 
 
 def score_names(result: Mapping[str, Any]) -> list[str]:
-    """Return the names of the scores: ``pass@k``, and for some benchmarks ``mean@k`` or ``coverage@k``."""
+    """Return the names of the scores in a benchmark's result, e.g. ``pass@k`` or ``coverage@k``, without intervals."""
     return [key for key in result if "@" in key and not key.endswith("_ci")]
 
 

@@ -35,10 +35,10 @@ class Phases(Protocol):
     """Times the phases of a training step and reports them to the launcher."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Count the time inside as ``sample``, ``score``, ``sync``, ``save`` or ``evaluate``."""
+        """Count the time of the ``with`` block as a phase: ``sample``, ``score``, ``sync``, ``save``, ``evaluate``."""
 
     def span(self, name: str) -> AbstractContextManager[Any]:
-        """Add the time inside to this rank's trace."""
+        """Add the time of the ``with`` block to this rank's trace under ``name``."""
 
 
 class Preemption(Protocol):
@@ -52,7 +52,7 @@ class Preemption(Protocol):
         """Raise ``Stopped`` on every rank if any rank has seen a stop request. Called by every rank."""
 
     def cutting_short(self) -> AbstractContextManager[None]:
-        """Let a stop request end the work inside early, if it polls ``StopRequest.cuts``."""
+        """Let a stop request end the work in the ``with`` block early, if that work polls ``StopRequest.cuts``."""
 
 
 class UnscoredLimit(Protocol):
@@ -66,7 +66,7 @@ class EvaluationScope(Protocol):
     """Keeps evaluations apart from the training."""
 
     def undisturbed(self, name: str | None = None) -> AbstractContextManager[None]:
-        """Restore random states, tables and the clock of the step after the block."""
+        """Restore random states, tables of completions and the clock of the step after the ``with`` block."""
 
 
 class Trainer(Protocol):
@@ -134,15 +134,15 @@ class Trainer(Protocol):
         top_p: float | None = None,
         max_completion_length: int | None = None,
     ) -> AbstractContextManager[None]:
-        """Sample with these settings inside. ``None`` keeps the setting of the training."""
+        """Sample with these settings in the ``with`` block. ``None`` keeps the setting of the training."""
 
     def generating_with(self, config: GenerationConfig) -> AbstractContextManager[None]:
-        """Let transformers sample with this configuration inside."""
+        """Let transformers sample with this configuration in the ``with`` block."""
 
     def _generate_single_turn(
         self, prompt_ids: Sequence[list[int]], images: Any, multimodal_fields: dict[str, Any], num_generations: int
     ) -> tuple[list[list[int]], list[list[float]] | None]:
-        """Return TRL's completions of tokenized prompts, and their log-probs with vLLM."""
+        """Return the token ids of a completion for each prompt, and their log-probs with vLLM, else None."""
 
     def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], Any, Any]:
         """Return token ids of the prompts as TRL renders them, then images and multimodal fields."""

@@ -133,8 +133,9 @@ def extract_last_answer(text: str) -> str | None:
 def extract_last_boxed(text: str) -> str | None:
     r"""Return the content of the last ``\boxed{…}``. None without a box, or if the box is not closed.
 
-    Boxes separated only by a comma, a semicolon, ``and`` or ``or`` form one list, which is returned unchanged:
-    ``\boxed{1} and \boxed{2}`` is the same answer as ``\boxed{1 and 2}``.
+    A box without braces contains the next word: ``42`` in ``\boxed 42``. Boxes separated only by a comma, a semicolon,
+    ``and`` or ``or`` form one list, which is returned unchanged: ``\boxed{1} and \boxed{2}`` is the same answer as
+    ``\boxed{1 and 2}``.
     """
     boxes = _iterate_boxes_backwards(text)
     last = next(boxes, None)
@@ -302,7 +303,7 @@ def normalize(text: str) -> Answer:
 
 @functools.lru_cache(maxsize=8192)
 def _normalize_short(text: str) -> Answer:
-    """Parse an answer of at most 500 characters, without white space at its ends, to its normal form; cached."""
+    """Return the normal form of an answer of at most 500 characters, without white space at its ends; cached."""
     return Answer(int(text)) if _INTEGER.fullmatch(text) else _parse_answer(clean_answer(text), depth=0)
 
 

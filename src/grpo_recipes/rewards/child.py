@@ -210,7 +210,7 @@ def _run_worker(requests: int, replies: int) -> NoReturn:
 
 
 def _limit_this_process(memory_bytes: int) -> None:
-    """Limit the private memory of this process and of each descendant, and their number; disable core files.
+    """Limit the private memory of this process and of each descendant in bytes, and their number; disable core files.
 
     RLIMIT_DATA counts only private writable memory, while RLIMIT_AS also counts libraries and unused reservations.
     RLIMIT_NPROC does not limit root, so the pool counts processes too. The OOM killer chooses this process first.
@@ -237,6 +237,7 @@ def _disable_network() -> None:
     ctypes.CDLL(None).unshare(_CLONE_NEWNET | own_user)  # some containers do not allow it, and then only the hook works
 
     def reject_connections(event: str, arguments: tuple[Any, ...]) -> None:
+        """Raise PermissionError if an audit event is a connection, except to a unix socket."""
         is_local = event == "socket.connect" and arguments[0].family == socket.AF_UNIX
         if event in ("socket.connect", "socket.sendto", "socket.getaddrinfo") and not is_local:
             raise PermissionError("this process has no network; set environment_network: true if it needs one")

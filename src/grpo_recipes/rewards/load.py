@@ -42,7 +42,8 @@ def copy_reward_files(names: Sequence[str], run_dir: Path, update: bool = False)
     """Copy the files of the user rewards in ``names`` to ``rewards/`` in the run directory; keep existing copies.
 
     With ``update``, a changed file replaces its copy, and the old copy gets another name. Return a note for the user
-    for each file that is gone, that differs from its copy, or that replaced its copy; [] if there is none.
+    for each file that is gone, that differs from its copy, or that replaced its copy; [] if there is none. Raise
+    ConfigError if a file has no copy and does not exist.
     """
     notes = []
     changed = changed_copies(filter(is_user_reward, names), run_dir / REWARD_COPIES) if update else []
@@ -126,10 +127,10 @@ def load_rewards(
 def open_rewards(
     settings: Any, run_dir: Path, left_out: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[list[Reward]]:
-    """Load a recipe's rewards for a ``with`` block, and end their child processes after it.
+    """Load a recipe's rewards for a ``with`` block, and end their child processes after it, also after an error.
 
     ``settings`` has the recipe keys as attributes. ``left_out`` has the columns that rewards do not get, with the
-    reasons. ``run_dir`` gets the files that ``load_rewards`` writes.
+    reasons. ``run_dir`` gets the files that ``load_rewards`` writes. Errors are raised as by ``load_rewards``.
     """
     rewards = load_rewards(settings, settings, run_dir, left_out)
     try:

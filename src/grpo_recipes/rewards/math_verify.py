@@ -227,7 +227,10 @@ def _surely_differ(first: Any, second: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _parse_expression(text: str) -> tuple[Any, ...]:
-    """Parse an answer to a sympy object; return a tuple with it, or () if the answer cannot be parsed."""
+    """Parse an answer to a sympy object; return a tuple with it, or () if the answer can't be parsed; cached.
+
+    Raise MemoryError.
+    """
     try:
         latex = normalize_latex(to_latex(text), _NORMALIZATION)
         if _SIDE_BY_SIDE.search(latex):
@@ -241,7 +244,10 @@ def _parse_expression(text: str) -> tuple[Any, ...]:
 
 
 def _make_exact(parsed: Any) -> Any:
-    """Replace decimals by exact fractions, and the symbol ``i`` by the imaginary unit except in sums and products."""
+    """Return a sympy object with fractions instead of decimals, and the imaginary unit instead of the symbol ``i``.
+
+    In sums and products ``i`` stays a symbol.
+    """
     numbers: dict[Any, Any] = {number: sympy.Rational(str(number)) for number in parsed.atoms(sympy.Float)}
     if not parsed.has(sympy.Sum, sympy.Product):
         numbers |= {symbol: sympy.I for symbol in parsed.free_symbols if symbol.name == "i"}

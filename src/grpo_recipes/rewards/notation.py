@@ -130,7 +130,7 @@ def _convert_repeating_decimal(match: re.Match[str]) -> str:
 
 
 def _replace_unicode(text: str) -> str:
-    r"""Replace Unicode mathematics by LaTeX: ``½`` becomes ``\frac{1}{2}``, ``π`` becomes ``\pi``, ``x²`` ``x^{2}``."""
+    r"""Return a text with LaTeX instead of Unicode mathematics: ``\frac{1}{2}`` for ``½``, ``x^{2}`` for ``x²``."""
     for pattern, sign, plain in _SCRIPTS:
         text = pattern.sub(functools.partial(_replace_scripts, sign, plain), text)
     return text.translate(_CHARACTERS)
@@ -145,14 +145,14 @@ def _replace_scripts(sign: str, plain: dict[int, int], match: re.Match[str]) -> 
 
 
 def strip_braces(text: str) -> str:
-    """Remove each pair of braces that surrounds the whole text: ``5`` for ``{{5}}``."""
+    """Return a text without the pairs of braces that surround the whole text: ``5`` for ``{{5}}``."""
     while text.startswith("{") and find_closing_brace(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
     return text
 
 
 def _unwrap_commands(text: str) -> str:
-    r"""Replace ``\boxed{…}``, ``\text{…}`` and similar commands by their content, which may contain braces."""
+    r"""Return a text with the content of ``\boxed{…}``, ``\text{…}`` and similar commands instead of the commands."""
     text, start = _BARE_BOX.sub(" ", text) if "box" in text else text, 0
     while match := _COMMANDS.search(text, start):
         end = find_closing_brace(text, match.end() - 1)
@@ -209,7 +209,7 @@ _POWER_PRODUCT = re.compile(r"(\^\{[0-9]+\})\s+(?=[0-9])")
 
 
 def to_latex(text: str) -> str:
-    r"""Translate cleaned mathematics to LaTeX, e.g. ``sqrt(3)/2``, ``pi``, ``x**2``, ``\sin^2t`` and ``\frac ab``."""
+    r"""Return cleaned mathematics as LaTeX, e.g. for ``sqrt(3)/2``, ``pi``, ``x**2``, ``\sin^2t`` and ``\frac ab``."""
     parts: list[str] = []
     index = 0
     while index < len(text):

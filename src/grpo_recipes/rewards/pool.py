@@ -196,7 +196,8 @@ class RewardPool:
     def _take_next_rows(self, child: _Child, reward: str) -> list[int]:
         """Choose the next rows for a child, remove them from the open rows, and return them; [] if none is for it.
 
-        Near the end they are fewer, so that all children end at about the same time.
+        The speed of the reward decides their number. It is 1 for a first call, and for a row that may be at fault or
+        has calls to repeat. Near the end it is smaller, so that all children end at about the same time.
         """
         most_rows = 2 * self._concurrency if reward in self.async_rewards else self._paces[reward].rows
         if reward not in child.called:
@@ -220,7 +221,7 @@ class RewardPool:
         return 0 if name is None or self._homes.get(name) is child else self._calls[name]
 
     def _iterate_rows_for(self, child: _Child) -> Iterator[int]:
-        """Yield the open rows except those with a name that belongs to another living child."""
+        """Yield the rows that no child has yet, except rows with a name that another living child has played before."""
         for row in self._open_rows:
             home = self._homes.get(self._row_names[row], child) if self._row_names else child
             if home is child or home not in self._children:
@@ -267,7 +268,8 @@ class RewardPool:
     def _handle_reply(self, child: _Child, reply: dict[str, Any]) -> None:
         """Act on a reply of a child: store a score, or replace a child that died or could not load its rewards.
 
-        A reply that does not fit the child's state counts as garbled.
+        A reply that does not fit the child's state counts as garbled. Raise RewardFailed if the rewards can't be
+        loaded.
         """
         if child.ready == ("score" not in reply) or ("row" in reply and [reply["row"]] != child.rows[:1]):
             reply = reply if "died" in reply else GARBLED
@@ -398,7 +400,7 @@ class RewardPool:
             self._children.append(_Child(number, self._setup, self._rewards, environment, self._valid))
 
     def _add_span(self, child: _Child, name: str) -> None:
-        """Add the time since the start of a child's work to the trace: its load, or a chunk of rows."""
+        """Add the time since a child's work (its load, or a chunk of rows) began to the trace, if there is a trace."""
         if self._trace is not None:
             track = f"reward child {child.number}"
             self._trace.add(name, child.work_began, time.monotonic(), track, rows=child.row_count)
@@ -481,7 +483,7 @@ class _Child:
         return [*replies, {"died": "its process died"}] if part == b"" else replies
 
     def read_output(self) -> bytes:
-        """Read the new output of the child on stderr without waiting, at most 1 MiB; b"" if there is none."""
+        """Return the new output of the child on stderr, without waiting: at most 1 MiB, b"" if there is none."""
         parts: list[bytes] = []
         part: bytes | None = None
         while not self.stderr.closed and len(parts) < 16 and (part := self.stderr.read(1 << 16)):

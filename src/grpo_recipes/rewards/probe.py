@@ -97,7 +97,8 @@ class ProbeResult:
 def read_first_rows(recipe: Recipe, most: int, fetched: Any) -> tuple[list[dict[str, Any]], "Counts"]:
     """Read the first ``most`` training rows of a recipe's dataset, without shuffling.
 
-    Also return how many rows were read and dropped. ``fetched`` is a function that finds downloaded datasets.
+    Return them, and the counts of rows that were read and dropped. ``fetched`` is a function that finds downloaded
+    datasets.
     """
     from datasets import disable_progress_bars
 
@@ -117,8 +118,8 @@ def probe_rewards(
 ) -> list[ProbeResult]:
     """Test each reward of a recipe, loaded as in a trainer, with right and wrong completions of these rows.
 
-    ``left_out`` has the columns that rewards do not get, with the reasons. Raise ConfigError if rewards fail, with the
-    problems of all of them.
+    Return a result for each different reward. ``left_out`` has the columns that rewards do not get, with the reasons.
+    Raise ConfigError if rewards can't be loaded or called, with the problems of all of them.
     """
     names = list(dict.fromkeys(recipe.rewards.funcs))
     try:
@@ -287,7 +288,8 @@ def _score_completions(
 ) -> list[ProbeCompletion]:
     """Score 40 completions, then as many more as the reward can score in 10 seconds; return the scored completions.
 
-    If the reward gave up during the first 40, because too many calls failed, no more are scored.
+    If the reward gave up during the first 40, because more than the fraction ``most_missing`` of its calls failed, no
+    more are scored.
     """
     start = time.monotonic()
     first = _call_on_completions(reward, prepared[:_FIRST], most_missing)
@@ -306,8 +308,9 @@ def _call_on_completions(
 ) -> list[ProbeCompletion]:
     """Call a reward as TRL does, and return the completions with their scores.
 
-    Each completion has a single token id, since only its text matters. For a slow reward in a child process, print the
-    progress. ``most_missing`` is explained in ``probe_reward``.
+    Without completions, return []. Each completion has a single token id, since only its text matters. For a slow
+    reward in a child process, print the progress, and give up if more than the fraction ``most_missing`` of its calls
+    fail: later calls stay unscored.
     """
     if not prepared:
         return []

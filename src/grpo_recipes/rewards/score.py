@@ -55,20 +55,26 @@ def is_user_reward(name: str) -> bool:
 def make_reward(name: str, script_args: Any = None, args: Any = None) -> Reward:
     """Return a built-in reward as a function, with the values of the recipe keys that it uses as fixed arguments.
 
-    The values are attributes of ``script_args`` or ``args``. A reward without keys needs neither. Raise KeyError for an
-    unknown name.
+    The values are attributes of ``script_args`` or else of ``args``. A reward without keys needs neither. Raise
+    KeyError for an unknown name.
     """
     return bind_keys(load(rewards()[name].function), read_keys(name, script_args, args))
 
 
 def read_keys(name: str, script_args: Any, args: Any) -> dict[str, Any]:
-    """Return the values of the recipe keys that a built-in reward uses, from the configs of a recipe."""
+    """Return the values of the recipe keys that a built-in reward uses, by key.
+
+    They are attributes of ``script_args``, or else of ``args``. Raise KeyError for an unknown reward.
+    """
     keys = rewards()[name].keys
     return {key: getattr(script_args if hasattr(script_args, key) else args, key) for key in keys}
 
 
 def bind_keys(function: Callable[..., Any], bound_keys: Mapping[str, Any]) -> Reward:
-    """Return a plain or async reward with fixed arguments. A dataset column with the name of a key is ignored."""
+    """Return a reward with ``bound_keys`` as fixed arguments, async if ``function`` is async.
+
+    Dataset columns with the name of a key are ignored.
+    """
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
@@ -134,7 +140,7 @@ def call_reward(function: Callable[..., Any], columns: Mapping[str, Sequence[Any
 
 
 async def _await_result(awaitable: Awaitable[Any]) -> Any:
-    """Await any awaitable. ``asyncio.Runner.run`` accepts only coroutines."""
+    """Return the result of any awaitable, since ``asyncio.Runner.run`` accepts only coroutines."""
     return await awaitable
 
 
