@@ -89,7 +89,10 @@ def read_frozen(
     path: Path, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None,
     keys: Mapping[str, Value] | None = None,
 ) -> Recipe:  # fmt: skip
-    """Read a recipe that ``as_yaml`` wrote, with the original sources. For the arguments, see ``read_recipe``."""
+    """Read a recipe that ``as_yaml`` wrote for a run; each value gets the source in the comment above it.
+
+    Arguments and errors are the same as in ``read_recipe``.
+    """
     recipe = read_recipe(path, flags, environment, keys)
     lines = path.read_text(encoding="utf-8").splitlines()
     for key, value in recipe.values.items():
@@ -105,7 +108,7 @@ def read_recipe(
 ) -> Recipe:  # fmt: skip
     """Read a recipe and apply environment variables, ``keys`` and flags, in this order.
 
-    ``keys`` are set by the entry point of another tool. A ConfigError reports all problems at once. Rules about
+    ``keys`` are set by the entry point of another tool. Raise a ConfigError with all problems at once. Rules about
     combinations of keys are not checked (``recipe.check``).
     """
     recipe, problems = merge_recipe(path, flags, environment, keys=keys)
@@ -118,7 +121,9 @@ def merge_recipe(
     path: Path, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None, device: str | None = None,
     keys: Mapping[str, Value] | None = None,
 ) -> tuple[Recipe, list[Problem]]:  # fmt: skip
-    """Return the recipe and its problems; a ConfigError is raised only if the file cannot be read.
+    """Return the recipe and all problems of single keys, sorted; raise ConfigError only if a file can't be read.
+
+    A key with an invalid value is listed in the recipe's ``broken``.
 
     ``device`` is the device of the run, "cpu" or "cuda"; None if it is not known. ``keys`` are set by the entry point
     of another tool. They override the file and the variables, and flags override them.
@@ -184,9 +189,10 @@ def _remove_unset_keys(
 
 
 def sort_problems(problems: Iterable[Problem]) -> list[Problem]:
-    """Remove duplicates, and sort by file and line; problems without a line come last."""
+    """Return the problems without duplicates, sorted by file and line; problems without a line come last."""
 
     def position(problem: Problem) -> tuple[bool, str, int]:
+        """Return the sort key of a problem: whether it has no line, its file or place, and its line."""
         name, _, line = problem.where.rpartition(":")
         return (False, name, int(line)) if line.isdigit() else (True, problem.where, 0)
 

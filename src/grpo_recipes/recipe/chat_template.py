@@ -37,6 +37,7 @@ def find_left_out_part(templates: Mapping[str, str], roles: list[str], tools: bo
     """
 
     def render(template: str, role: str, text: str, **extra: Any) -> str:
+        """Render a conversation with a message of this role and text, with the template of this name."""
         variables = {"tools": None, "documents": None, "add_generation_prompt": True, **TOKENS, **kwargs, **extra}
         return by_name[template].render(messages=conversation(role, text), **variables)
 
@@ -59,7 +60,7 @@ def find_left_out_part(templates: Mapping[str, str], roles: list[str], tools: bo
 
 
 def conversation(role: str, text: str) -> list[dict[str, str]]:
-    """Return a conversation with a message of this role at its usual position in an environment."""
+    """Return a conversation with a message of this role and text at its usual position; the other texts are "0"."""
     user, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
     message = {"role": role, "content": text}
     conversations = {
@@ -94,7 +95,7 @@ def variables_of(templates: Iterable[str]) -> set[str] | None:
 
 
 def compiled(template: str, clock: datetime | None = None) -> Template:
-    """Compile a chat template like ``chat_template_utils`` of transformers, which takes seconds to import.
+    """Compile a chat template and return it, as transformers does, without importing transformers for seconds.
 
     ``clock`` is the time that the template reads, by default the current time. Raise TemplateSyntaxError for a broken
     template.
@@ -103,9 +104,13 @@ def compiled(template: str, clock: datetime | None = None) -> Template:
 
 
 def _sandbox(clock: datetime | None = None) -> ImmutableSandboxedEnvironment:
-    """Return a Jinja environment with the functions and tags of transformers."""
+    """Return a sandboxed Jinja environment with the functions and tags of transformers.
+
+    Templates read the time ``clock``, by default the current time.
+    """
 
     def raise_exception(message: str) -> None:
+        """Raise TemplateError, for templates that reject a prompt."""
         raise TemplateError(message)
 
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
@@ -157,7 +162,10 @@ def model_folder(recipe: Recipe, environment: Mapping[str, str]) -> Path:
 
 
 def _snapshot(model: str, revision: str, environment: Mapping[str, str]) -> Path:
-    """Return the folder of a model in the hub's cache: the revision, or the newest one if the revision is missing."""
+    """Return the folder of a model's revision in the hub's cache, or of its newest snapshot if the revision is missing.
+
+    If the cache has no snapshot, return the folder that the revision would have.
+    """
     home = environment.get("HF_HOME") or cache_root(environment) / "huggingface"
     cache = Path(environment.get("HF_HUB_CACHE") or Path(home, "hub"), f"models--{model.replace('/', '--')}")
     reference = cache / "refs" / revision

@@ -97,7 +97,9 @@ def _rule_problems(rule: Rule, recipe: Recipe, _: Mapping[str, str]) -> Iterator
 
 
 def choose_recipe(argument: str | None, environment: Mapping[str, str], task: str, device: str) -> Path:
-    """Return the recipe file named on the command line (``argument``) or by CONFIG; raise ConfigError without a file.
+    """Return the recipe file named on the command line (``argument``) or by CONFIG.
+
+    Raise ConfigError if no recipe is named, or the file does not exist.
 
     A relative name is searched in the working folder and in the repository. training.sh sets GRPO_DEFAULT_RECIPE, and
     then the default recipe of the task and device is used. Other commands require a name, because the default would
@@ -123,7 +125,10 @@ def choose_recipe(argument: str | None, environment: Mapping[str, str], task: st
 
 
 def _similar_recipes(name: str, default: str, task: str) -> list[str]:
-    """Return the recipe with a similar path, or the recipes with a similar file name, the default first."""
+    """Return the recipe with a path similar to ``name``, or else the recipes with a similar file name, [] if none.
+
+    ``default`` comes first, then recipes of ``task``.
+    """
     same_folder = Path(name).parent.glob("*.yaml") if os.path.isdir(os.path.dirname(name) or ".") else ()
     packaged = (path.relative_to(find_code_root()) for path in (find_code_root() / "recipes").rglob("*.yaml"))
     paths = (*same_folder, *Path().glob("*.yaml"), *Path("recipes").rglob("*.yaml"), *packaged)
@@ -139,7 +144,7 @@ def resolve_recipe(
     name: str | None, task: str | None, flags: Iterable[str], environment: Mapping[str, str], device: str,
     keys: Mapping[str, Value] | None = None,
 ) -> Recipe:  # fmt: skip
-    """Read a recipe, resolve its task and check it; a ConfigError reports all problems at once.
+    """Read a recipe, resolve its task, check and return it; raise ConfigError with all problems at once.
 
     ``name`` is the recipe on the command line, or None to use CONFIG or the default recipe. ``task`` is the value of
     ``--task``. ``keys`` are set by the entry point of another tool.
@@ -185,7 +190,7 @@ def _model(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _rounded_away(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Reject bfloat16 or float16 weights without a float32 copy if their updates are rounded away.
+    """Yield a problem if weights in bfloat16 or float16, without a float32 copy, would lose their updates to rounding.
 
     With ``dtype: auto`` or a ``CONFIG_FILE``, the trainer decides (``trainers.rank``). ``accelerator: auto`` selects an
     accelerator that keeps float32 weights.
@@ -202,7 +207,10 @@ def _rounded_away(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Pr
 
 
 def _user_code(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    """Check rewards and callbacks by reading the user's code, without running it; a run reads its own copy."""
+    """Yield a problem for each reward or callback that is unknown or can't be loaded; the user's code does not run.
+
+    Code that the run directory already has a copy of is not checked.
+    """
     run = recipe.path.parent
     for key, copies in (("reward_funcs", "rewards"), ("callbacks", "callbacks")):
         for name in () if key in recipe.broken else dict.fromkeys(recipe[key]):
@@ -247,6 +255,7 @@ def _benchmarks(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _reward_variables(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield a problem for each variable in ``reward_environment`` that is not set."""
     for name in recipe.rewards.environment:
         if name not in environment:
             fix = f"export {name} first, or remove it from reward_environment"

@@ -109,6 +109,7 @@ def _columns_of_sets(recipe: Recipe) -> Iterator[Columns | None]:
 
 
 def _columns(source: DataSource) -> Columns | None:
+    """Return a dataset's columns, each with the reason why rewards do not get it or ""; None before a download."""
     if source.others is not None:
         return {last_part(name): "" for name in (source.prompt, source.solution, *source.others)}
     if data := generated(source.id):
@@ -161,12 +162,9 @@ def _mixture_entry(recipe: Recipe, entry: dict[str, Any]) -> Iterator[Problem]:
             if last_part(column) in RESERVED_COLUMNS:
                 message = f"the trainer reserves the column name '{last_part(column)}'"
                 yield Problem(where, message, "rename it in the data")
-        source = mixture_sources(recipe.with_value("dataset_mixture", _only(recipe, entry)))[0]
+        mixture = replace(recipe.values["dataset_mixture"], value={"datasets": [entry]})
+        source = mixture_sources(recipe.with_value("dataset_mixture", mixture))[0]
         yield from _dataset(where, source, lambda _: where, recipe)
-
-
-def _only(recipe: Recipe, entry: dict[str, Any]) -> Any:
-    return replace(recipe.values["dataset_mixture"], value={"datasets": [entry]})
 
 
 def evaluation_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
@@ -224,6 +222,10 @@ def _dataset(where: str, source: DataSource, place: _Place, recipe: Recipe, colu
 
 
 def _no_file(where: str, name: str, path: Path) -> Iterator[Problem]:
+    """Yield a problem for a dataset without a local file, unless its name has the form of a hub id.
+
+    ``path`` is the local path of ``name``, and ``where`` the line that sets it.
+    """
     if name.startswith(LOCAL_PREFIXES) or path.suffix in BUILDERS:
         whole = f"write {os.path.expanduser(name)}, or another file" if name.startswith("~") else "name a file"
         yield Problem(where, f"no file '{name}'", f"{whole}, from the folder of the launch, or a hub id")
@@ -359,4 +361,5 @@ def evaluation_note(recipe: Recipe) -> str:
 
 
 def _needed(most: int, share: float) -> int:
+    """Return how many rows a dataset needs so that the fraction ``share`` of them is ``most`` rows."""
     return -int(-most // share)

@@ -366,6 +366,7 @@ class GRPOConfig(trl.GRPOConfig):
         "counts, and at least 2 are kept.", min=1)
 
     def __post_init__(self) -> None:
+        """Set ``metric_for_best_model`` if a key needs it, and keep at least 2 checkpoints to load the best one."""
         if self.load_best_model_at_end or self.early_stopping_patience is not None:
             self.metric_for_best_model = self.metric_for_best_model or "eval_reward"
         if self.load_best_model_at_end and self.save_total_limit == 1:
@@ -394,6 +395,7 @@ class ModelConfig(trl.ModelConfig):
     lora_modules_to_save: list[str] | None = key(None, "Layers to train in full, by the ends of their names.")
 
     def __post_init__(self) -> None:
+        """Turn a single layer in ``lora_target_modules`` back to a list, unless it is "all-linear"."""
         super().__post_init__()
         modules: Any = self.lora_target_modules  # TRL turns a list with one item into a string
         if isinstance(modules, str) and modules != "all-linear":

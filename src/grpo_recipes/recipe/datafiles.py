@@ -46,7 +46,8 @@ class Head:
 def solution_names(columns: Iterable[str | None], mixture: Mapping[str, Any] | None) -> list[str]:
     """Return the names under which user rewards get ``answer``: ``solution``, and the names of the solution columns.
 
-    ``columns`` are the solution columns of the recipe, and ``mixture`` is its ``dataset_mixture``.
+    Reserved names are left out. ``columns`` are the solution columns of the recipe, and ``mixture`` is its
+    ``dataset_mixture``.
     """
     entries = (mixture or {}).get("datasets") or []
     listed = [name for entry in entries for name in (entry.get("columns") or [])[1:2]]
@@ -70,7 +71,7 @@ def is_saved(path: Path) -> bool:
 
 
 def has_splits(path: Path) -> bool:
-    """Return whether a local file or folder has splits."""
+    """Return whether a local dataset has splits: it is a folder, except of a single saved dataset."""
     return path.is_dir() and not (path / "state.json").is_file()
 
 
@@ -124,9 +125,9 @@ def read_head(path: Path, split: str = "train", rows: int = _FEW) -> Head | None
 
 
 def count_rows(path: Path, most: int, split: str = "train") -> int | None:
-    """Count the rows of a dataset, but stop at ``most``; return None if counting takes long.
+    """Return the number of rows of a dataset, or ``most`` if it has more; None if counting takes long.
 
-    In a folder of files, the rows of all splits are counted together.
+    In a folder of files, the rows of all splits are counted together. Raise ValueError if a file has a fault.
     """
     if is_saved(path):
         return sum(itertools.islice(_saved_sizes(_saved_folder(path, split)), most))
@@ -143,6 +144,7 @@ def count_rows(path: Path, most: int, split: str = "train") -> int | None:
 
 
 def _count_file(path: Path, most: int) -> int | None:
+    """Return the number of rows of a file, or ``most`` if it has more; None for a long .json file."""
     kind = BUILDERS[path.suffix]
     if kind == "parquet":
         return min(most, int(_parquet_file(path).metadata.num_rows))
@@ -160,12 +162,12 @@ def _count_file(path: Path, most: int) -> int | None:
 
 
 def separator(path: Path) -> str:
-    """Return the character that separates the fields of a file."""
+    """Return the character that separates the fields of a file: a tab for .tsv, else a comma."""
     return "\t" if path.suffix == ".tsv" else ","
 
 
 def csv_columns(path: Path) -> list[str]:
-    """Return the fields of the first line of a .csv or .tsv file; an empty list for an empty file."""
+    """Return the fields in the first line of a .csv or .tsv file, [] if it is empty; raise ValueError for a fault."""
     with (
         translate_errors(csv.Error, lambda error: ValueError(f"'{path}' is not a {path.suffix} file ({error})")),
         path.open(encoding="utf-8-sig", errors="replace", newline="") as file,
@@ -213,6 +215,7 @@ def file_fix(fault: str) -> str:
 
 
 def _csv_head(path: Path, rows: int) -> Head:
+    """Read columns and first ``rows`` rows of a .csv or .tsv file; raise ValueError for a fault in its first 8 MiB."""
     head, names = list[dict[str, Any]](), csv_columns(path)
     for row in csv_rows(path, _CSV_HEAD):
         head += [row] if len(head) < rows else []
@@ -223,6 +226,10 @@ def _csv_head(path: Path, rows: int) -> Head:
 
 
 def _json_head(path: Path, most: int) -> Head | None:
+    """Read the columns and first ``most`` rows of a .json or .jsonl file, at most 2**20 characters.
+
+    Return None if these do not contain the whole first row. Raise ValueError if the file does not begin with an object.
+    """
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         text = file.read(_HEAD)
     rows = list(itertools.islice(_json_rows(text), most))
@@ -232,7 +239,7 @@ def _json_head(path: Path, most: int) -> Head | None:
 
 
 def _json_rows(head: str) -> Iterator[dict[str, Any]]:
-    """Yield JSON objects one after the other, as lines or in a list, up to the first that is broken."""
+    """Yield the JSON objects in a text, as lines or in a list, up to the first that is cut off, broken or no object."""
     decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
     text, end = head.lstrip().removeprefix("["), 0
     with contextlib.suppress(ValueError, RecursionError):
@@ -255,6 +262,7 @@ def _parquet_file(path: Path) -> Any:
 
 
 def _parquet_head(path: Path, rows: int) -> Head:
+    """Read the columns and first ``rows`` rows of a parquet file; raise ValueError if it is not a parquet file."""
     file = _parquet_file(path)
     names, stored = list(file.schema_arrow.names), file.schema_arrow.metadata or {}
     features: Any = {}
@@ -266,7 +274,10 @@ def _parquet_head(path: Path, rows: int) -> Head:
 
 
 def _saved_folder(path: Path, split: str) -> Path:
-    """Return the folder of a split in a saved dataset."""
+    """Return the folder of a split in a saved dataset, or ``path`` if it has no splits.
+
+    Raise ValueError if it lacks the split, or its list of splits is damaged.
+    """
     if not (path / "dataset_dict.json").is_file():
         return path
     splits = _saved_part(path / "dataset_dict.json", "splits")
@@ -276,6 +287,7 @@ def _saved_folder(path: Path, split: str) -> Path:
 
 
 def _saved_head(path: Path, split: str, rows: int) -> Head:
+    """Read the columns and first ``rows`` rows of a saved dataset's split; raise ValueError if it is damaged."""
     folder = _saved_folder(path, split)
     names, features = list(_saved_part(folder / "dataset_info.json", "features")), {}
     with contextlib.suppress(OSError, ValueError):
@@ -289,7 +301,7 @@ def _saved_head(path: Path, split: str, rows: int) -> Head:
 
 
 def _saved_batches(folder: Path) -> Iterator[Any]:
-    """Yield the batches of a saved dataset; those of damaged or missing files are reported when it is loaded."""
+    """Yield the batches of a saved dataset, up to the first damaged or missing file, which loading reports later."""
     import pyarrow
 
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
@@ -299,18 +311,19 @@ def _saved_batches(folder: Path) -> Iterator[Any]:
 
 
 def _saved_sizes(folder: Path) -> Iterator[int]:
-    """Yield a 1 for each row, so that counting ends early."""
+    """Yield a 1 for each row of a saved dataset, so that the caller can stop counting early."""
     for batch in _saved_batches(folder):
         yield from itertools.repeat(1, batch.num_rows)
 
 
 def _plain(names: Iterable[str], features: Mapping[str, Any]) -> list[str]:
-    """Return the columns with equal values on disk and from the reader of `datasets` gives."""
+    """Return the columns that `datasets` reads as they are stored: all except media and columns of the type Json."""
     decoded = [name for name in names if _kinds(features.get(name)) & {*_MEDIA, "Json"}]
     return [name for name in names if name not in decoded]
 
 
 def _media(features: Mapping[str, Any]) -> frozenset[str]:
+    """Return the columns of images, audio, video or documents; ``features`` are the types of columns by name."""
     return frozenset(name for name, feature in features.items() if _kinds(feature) & _MEDIA)
 
 
@@ -325,6 +338,7 @@ def _kinds(feature: Any) -> set[str]:
 
 
 def _saved_part(path: Path, key: str) -> list[str]:
+    """Return the names under ``key`` in a saved dataset's JSON file; raise ValueError if it is missing or damaged."""
     damaged = ValueError(f"'{path}' is missing or damaged; save the dataset again")
     with translate_errors((OSError, ValueError, LookupError, TypeError), lambda _: damaged):
         return [str(name) for name in json.loads(path.read_text(encoding="utf-8"))[key]]

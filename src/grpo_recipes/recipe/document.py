@@ -61,7 +61,7 @@ class Value:
 
     @property
     def from_flag(self) -> bool:
-        """Return whether the command line gives the value."""
+        """Whether the command line sets the value, by a key's own flag or by a flag of another tool."""
         return self.by_entry_point or self.source.startswith("--")
 
 
@@ -69,14 +69,15 @@ class _Loader(yaml.SafeLoader):
     """Load YAML safely. Dates, times and base-60 numbers stay strings, because no key has such a type."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
-        """Return the tag of a node that has no explicit tag."""
+        """Return the type tag of a node without an explicit tag: string for dates and numbers with a colon."""
         tag = str(super().resolve(kind, value, implicit))
         return _STR if tag == _DATE or (tag in (_INT, _FLOAT) and ":" in value) else tag
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Construct the value of a node; a YAMLError if its tag does not fit, e.g. ``!!bool maybe``."""
+        """Return the value of a node; raise YAMLError if its tag does not fit, e.g. ``!!bool maybe``."""
 
         def unreadable(_: Exception) -> yaml.YAMLError:
+            """Return the YAMLError for this node."""
             message = f"'{str(node.value)[:40]}' cannot be read as {node.tag.rpartition(':')[2]}"
             return yaml.constructor.ConstructorError(None, None, message, node.start_mark)
 
@@ -100,7 +101,7 @@ def read_document(path: Path, problems: list[Problem]) -> list[dict[str, Value]]
 
 
 def _base_file(chain: list[Path], base: Value) -> Path:
-    """Find the base of the last recipe: next to it, or in the repository, so that a copied recipe still finds it.
+    """Return the base file of the last recipe in ``chain``: next to that recipe, or else in the repository.
 
     Raise ConfigError if there is no such file, or if it is already in ``chain``, the recipes read so far.
     """
@@ -121,14 +122,16 @@ def _base_file(chain: list[Path], base: Value) -> Path:
 def read_file(path: Path, problems: list[Problem]) -> dict[str, Value]:
     """Read the keys of one recipe file without its bases; append faults to ``problems``.
 
-    A ConfigError rejects a file that cannot be read or is not a YAML mapping.
+    Raise ConfigError if the file can't be read, is larger than 1 MiB, or is not a YAML mapping.
     """
 
     def unreadable(error: OSError | UnicodeDecodeError) -> ConfigError:
+        """Return the ConfigError for a file that can't be read or is not UTF-8."""
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         return config_error(str(path), f"cannot be read ({reason})", "name an existing recipe")
 
     def not_yaml(error: yaml.YAMLError) -> ConfigError:
+        """Return the ConfigError for text that is not YAML, at its line."""
         mark = getattr(error, "problem_mark", None)
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         where = f"{display_path(path)}:{mark.line + 1}" if mark else display_path(path)
@@ -145,7 +148,7 @@ def read_file(path: Path, problems: list[Problem]) -> dict[str, Value]:
 
 
 def _parse(path: Path, text: str, problems: list[Problem]) -> dict[str, Value]:
-    """Parse the text of a recipe file, and remember the line of each key.
+    """Parse the text of a recipe file; return its keys, each with its value and line.
 
     Append a problem for each repeated key and each YAML trap. Raise ConfigError if the text is not a mapping, merges
     with ``<<``, or expands to too many values. Return {} for an empty file.
@@ -153,6 +156,7 @@ def _parse(path: Path, text: str, problems: list[Problem]) -> dict[str, Value]:
     file = display_path(path)
 
     def line_of(node: yaml.Node) -> str:
+        """Return "file:line" of a node."""
         return f"{file}:{node.start_mark.line + 1}"
 
     loader = _Loader(text)
@@ -260,13 +264,14 @@ def as_words(keys: Mapping[str, Value]) -> list[str]:
 
 
 def _as_word(value: Any) -> str:
+    """Return a value as a word of the command line: a mapping as YAML in one line, a boolean as true or false."""
     if isinstance(value, dict):
         return str(yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)).strip()
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def unset_keys(flagged: Iterable[tuple[str, Any]]) -> list[str]:
-    """Return the names that ``--unset`` lists in the pairs of ``read_flags``."""
+    """Return the names that ``--unset`` lists in the pairs of ``read_flags``, with underscores."""
     texts = [text for name, text in flagged if name == UNSET and text is not True]
     return [name.replace("-", "_") for text in texts for name in _convert("list[str]", text, from_text=True)]
 
@@ -305,7 +310,10 @@ def convert_value(key: str, entry: Entry, raw: Value, path: KeyPath = ()) -> tup
 
 
 def _convert_parts(key: str, parts: dict[str, Any], raw: Value, path: KeyPath) -> Iterator[Problem]:
-    """Convert the values of a mapping with known keys in place, and yield each problem at its own line."""
+    """Convert the values of a mapping with known keys in place; yield each unknown key and wrong value at its line.
+
+    Wrong values stay unchanged. ``raw`` is the value of ``key``, and ``path`` leads to the mapping in the file.
+    """
     known = nested_catalogue()[key]
     for name, part in parts.items():
         where = raw.lines.get((*path, name), raw.source)
@@ -321,7 +329,7 @@ def _convert_parts(key: str, parts: dict[str, Any], raw: Value, path: KeyPath) -
 
 
 def _convert(kind: str, value: Any, from_text: bool) -> Any:
-    """Convert a value to a type of the catalog; raise ValueError with the expected type.
+    """Return a value converted to a type of the catalog; raise ValueError with the expected type if that is impossible.
 
     With ``from_text``, the value is text from a flag or variable, so booleans and lists are parsed. Texts with a number
     become numbers in any case. A single text becomes a list if the type is a list of texts or numbers.
@@ -402,7 +410,7 @@ def _expected(entry: Entry) -> str:
 
 
 def _fix(key: str, entry: Entry) -> str:
-    """Return the edit that gives a key a value of the right type, the default as an example if it is a number."""
+    """Return the fix for a value of a wrong type: the type to set, and the default as an example if it is a number."""
     default = entry.get("default")
     is_number = isinstance(default, int | float) and not isinstance(default, bool)
     example = f", e.g. {default:g}" if is_number and not entry.get("choices") else ""

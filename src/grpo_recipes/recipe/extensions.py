@@ -75,14 +75,17 @@ class Extension:
 
 @functools.cache
 def load(reference: str) -> Any:
-    """Import the object of a text ``module:name``."""
+    """Import and return the object of a text ``module:name``; cached."""
     module, _, name = reference.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 @functools.cache
 def extensions() -> tuple[Extension, ...]:
-    """Return the extensions of this installation: the package's folders by name, then installed packages."""
+    """Return the extensions of this installation: the package's folders by name, then installed packages; cached.
+
+    Raise ConfigError if an installed package is broken.
+    """
     package = _PACKAGE.name
     folders = sorted(module.name for module in pkgutil.iter_modules([str(_PACKAGE / "extensions")]))
     names = [f"{package}.extensions.{folder}" for folder in folders]
@@ -112,7 +115,7 @@ def _installed(entry_point: importlib.metadata.EntryPoint) -> Extension:
 
 
 def parts(part: str) -> Iterator[Any]:
-    """Yield one part of every extension that has it, e.g. ``parts("rules")``."""
+    """Yield one part, a field of ``Extension``, of every extension that has it, e.g. ``parts("rules")``."""
     for extension in extensions():
         loaded = extension.load(part)
         if loaded is not None:

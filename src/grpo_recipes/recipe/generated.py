@@ -48,15 +48,17 @@ class GeneratedData:
 
     @property
     def scheme(self) -> str:
-        """Return the part of the name up to the colon."""
+        """The part of the name before the colon."""
         return self.name.partition(":")[0]
 
 
 def _smoke_rows(name: str, _: Lookup, split: str) -> list[Row]:
+    """Return the rows of a smoke dataset for the split "train" or "test"."""
     return [dict(row) for row in smoke.split_sums(solutions=name == smoke.UNTRAINED)[split == "test"]]
 
 
 def _smoke_fingerprint(name: str, _: Lookup) -> str:
+    """Return a name that changes with the rows of a smoke dataset: the name of its folder."""
     return smoke.smoke_folder(name, {}).name
 
 
@@ -83,7 +85,7 @@ def generated(name: str | None) -> GeneratedData | None:
 
 
 def schemes() -> dict[str, list[str]]:
-    """Return the names of generated datasets by their scheme with its colon."""
+    """Return the names of all generated datasets: scheme with its colon, e.g. ``smoke:`` -> names."""
     names: dict[str, list[str]] = {}
     for data in generated_datasets().values():
         names.setdefault(f"{data.scheme}:", []).append(data.name)
@@ -91,7 +93,7 @@ def schemes() -> dict[str, list[str]]:
 
 
 def has_scheme(name: str | None) -> bool:
-    """Return whether a name begins with the scheme of generated data; it may be misspelled behind it."""
+    """Return whether a name begins with the scheme of generated data, e.g. ``smoke:``; the rest may be misspelled."""
     return (name or "").startswith(tuple(schemes()))
 
 
@@ -115,7 +117,7 @@ def recorded_columns() -> dict[str, str]:
 
 
 def recorded_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the recorded columns that some rows have: name in metrics.jsonl -> values."""
+    """Return the recorded columns of these rows: name in metrics.jsonl -> the value of each row; {} without rows."""
     columns = recorded_columns().items() if rows else ()
     return {name: [row[column] for row in rows] for column, name in columns if column in rows[0]}
 

@@ -28,7 +28,7 @@ _SCHEMA_LINE = re.compile(r"^# yaml-language-server: \$schema=(\S+)", re.MULTILI
 
 
 def expand_names(*rows: tuple[str, str]) -> dict[str, str]:
-    """Return a text for each name. A row has names, separated by spaces, and the text that they share."""
+    """Return name -> text for all rows. A row has names, separated by spaces, and the text that they share."""
     return {name: text for names, text in rows for name in names.split()}
 
 
@@ -131,6 +131,7 @@ def search_words() -> dict[str, str]:
 
 @functools.cache
 def _generated() -> dict[str, Any]:
+    """Return the content of ``keys.json``; cached."""
     content: dict[str, Any] = json.loads(CATALOGUE_FILE.read_text(encoding="utf-8"))
     return content
 
@@ -156,7 +157,7 @@ def keys_by_topic() -> dict[str, list[str]]:
 
 @functools.cache
 def extension_entries() -> dict[str, dict[str, Any]]:
-    """Return the keys of extensions in the format of ``catalogue``; a ConfigError if a key is declared twice."""
+    """Return the keys of extensions in the format of ``catalogue``; raise ConfigError if a key is declared twice."""
     entries: dict[str, dict[str, Any]] = {}
     for extension in extensions():
         keys = entries_of(extension.load("keys")) if extension.keys else {}
@@ -194,12 +195,14 @@ def run_root(environment: Mapping[str, str]) -> Path:
 
 
 def nearest_of(name: str, names: Iterable[str]) -> str | None:
-    """Return the name that ``name`` misspells; None if they are all different words."""
+    """Return the name in ``names`` that ``name`` misspells; None if they are all different words."""
 
     def similar(text: str, other: str, least_ratio: float) -> bool:
+        """Return whether two texts have at least this ratio of equal characters."""
         return difflib.SequenceMatcher(None, text, other).ratio() >= least_ratio
 
     def misspells(candidate: str) -> bool:
+        """Return whether ``name`` is similar to a candidate, as a whole or word by word, or has the same letters."""
         words, parts = name.lower().split("_"), candidate.lower().split("_")
         by_word = len(words) == len(parts) and all(similar(*pair, 0.81) for pair in zip(words, parts, strict=True))
         swapped = sorted(name.lower()) == sorted(candidate.lower())  # letters or words in another order
@@ -214,14 +217,14 @@ def schema_file() -> Path:
 
 
 def schema_line(recipe: Path) -> str:
-    """Return the comment that tells an editor where the schema is, as a relative path if possible."""
+    """Return the comment for a recipe that tells an editor where the schema is, as a relative path if possible."""
     folder, schema = recipe.resolve().parent, schema_file().resolve()
     nothing_shared = os.path.commonpath([folder, schema]) == "/"
     return f"# yaml-language-server: $schema={schema if nothing_shared else os.path.relpath(schema, folder)}"
 
 
 def schema_note(recipe: Path) -> str | None:
-    """Return a note if the recipe names a schema file that does not exist, e.g. after it was copied."""
+    """Return a note if the recipe names a schema file that does not exist, e.g. after it was copied; else None."""
     match = _SCHEMA_LINE.search(recipe.read_text(encoding="utf-8"))
     if match is None or match[1].startswith(("http:", "https:")) or (recipe.parent / match[1]).is_file():
         return None

@@ -18,15 +18,16 @@ MIN_FRACTION = 0.01  # smallest useful fraction of learning_rate; a run that sta
 
 
 def mixed_precision(recipe: Recipe) -> str:
-    """Return accelerate's name for the precision of the computation. TRL uses bf16 by default."""
+    """Return accelerate's name for the precision of the computation: "fp16", "no" for ``bf16: false``, else "bf16"."""
     return "fp16" if recipe.processes.fp16 else "no" if recipe.processes.bf16 is False else "bf16"
 
 
 def served_dtype(dtype: str | None, mixed: str, shared: bool = False) -> str:
-    """Return the dtype of vLLM: the trainer's precision. ``mixed`` is the result of ``mixed_precision``.
+    """Return vLLM's dtype: the recipe's ``dtype``, or "auto"; float32 becomes the dtype of the trainer's computation.
 
-    In float32, a GPU has no FlashAttention and needs twice the memory for weights and KV cache. With ``weight_sync:
-    shared`` (``shared``), the server uses the trainer's weights, and therefore their dtype.
+    ``mixed`` is the result of ``mixed_precision``. In float32, a GPU has no FlashAttention and needs twice the memory
+    for weights and KV cache. With ``weight_sync: shared`` (``shared``), the server uses the trainer's weights, and
+    therefore their dtype.
     """
     if dtype != "float32" or shared:
         return dtype or "auto"

@@ -40,6 +40,7 @@ def targets_q(recipe: Recipe) -> bool:
 
 
 def _tau(recipe: Recipe) -> float | None:
+    """Return the recipe's tau, or its objective's default; None without an objective or without a temperature."""
     objective = OBJECTIVES.get(recipe.maxent.objective or "")
     return objective.tau_or_default(recipe.maxent.tau) if objective else None
 
@@ -67,6 +68,7 @@ def weight_ratio(recipe: Recipe, tau: float | None = None) -> float:
 
 
 def _exp(power: float) -> float:
+    """Return e to a power, or infinity if that overflows a float."""
     return math.exp(power) if power < _MOST else math.inf
 
 
@@ -134,17 +136,21 @@ def _target(recipe: Recipe) -> list[str]:
 
 
 def _equal_weights(recipe: Recipe, target: str) -> float:
+    """Return the value of a limited target at equal weights, its largest value for the recipe's group size."""
     return _LIMITED[target][2](recipe.batch.num_generations)
 
 
 def _unreachable_targets(recipe: Recipe) -> list[str]:
-    """Return the target if no weights of a group can reach it."""
+    """Return the key of the target in a list if no weights of a group can reach its value, else []."""
     limited = [key for key in _target(recipe) if key in _LIMITED]
     return [key for key in limited if not _LIMITED[key][1] < recipe[key] <= _equal_weights(recipe, key)]
 
 
 def _start_outside_limits(recipe: Recipe) -> list[str]:
-    """Return the key to change if tau starts outside the controller's limits; another rule checks swapped limits."""
+    """Return, in a list, the key to change if tau starts outside the controller's limits, else [].
+
+    The key is the broken limit if the user set only the limit, else maxent_tau. Another rule checks swapped limits.
+    """
     low, high, tau = recipe.maxent.tau_min, recipe.maxent.tau_max, _tau(recipe)
     if tau is None or not _target(recipe) or low <= tau <= high or (low > high and 0 < tau < math.inf):
         return []
@@ -166,7 +172,7 @@ def _unread(recipe: Recipe) -> list[str]:
 
 
 def _fixed(recipe: Recipe) -> dict[str, str]:
-    """Return TRL's keys with the values that the objective needs."""
+    """Return TRL's keys with the values that the recipe's objective needs; {} without an objective."""
     objective = objective_of(recipe)
     return objective.fixed_keys(recipe.__getitem__) if objective else {}
 

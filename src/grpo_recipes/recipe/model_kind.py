@@ -21,7 +21,7 @@ _TEXT_MODEL = "set model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct or another tex
 
 
 def model_config(recipe: Recipe, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the model's config.json; empty if it is not on this machine or can't be read."""
+    """Return the content of the model's config.json; {} if it is not on this machine or can't be read."""
     with contextlib.suppress(OSError, ValueError):
         config = json.loads((model_folder(recipe, environment) / "config.json").read_bytes())
         return config if isinstance(config, dict) else {}
@@ -29,7 +29,7 @@ def model_config(recipe: Recipe, environment: Mapping[str, str]) -> dict[str, An
 
 
 def reads_pictures(config: Mapping[str, Any]) -> bool:
-    """Return whether a model's config.json has a part for pictures."""
+    """Return whether a model's config.json has a part for pictures (``vision_config``)."""
     return isinstance(config.get("vision_config"), dict)
 
 

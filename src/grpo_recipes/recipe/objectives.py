@@ -60,12 +60,12 @@ NAMED_OBJECTIVES = {
 
 
 def _estimates(recipe: Recipe) -> bool:
-    """Return whether the recipe's advantages are not TRL's."""
+    """Return whether ``advantage_estimator`` replaces TRL's advantages; false for MaxEnt recipes."""
     return recipe.loss.advantage_estimator != "group" and recipe.maxent.objective is None
 
 
 def _has_ratio_of_completion(recipe: Recipe) -> list[str]:
-    """Return the keys that give all tokens of a completion one ratio."""
+    """Return the keys by which the recipe's loss has one ratio for all tokens of a completion; [] if it has none."""
     is_sequence = recipe.loss.importance_sampling_level == "sequence"
     is_geometric = recipe.loss.loss_type == "gmpo"
     return ["importance_sampling_level"] * is_sequence + ["loss_type"] * is_geometric

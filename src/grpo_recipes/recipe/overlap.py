@@ -9,6 +9,7 @@ OFF_POLICY = "one step off-policy: the server samples the next generation while 
 
 
 def _overlaps(recipe: Recipe) -> bool:
+    """Return whether a recipe sets ``overlap_generation``."""
     return recipe.sampling.overlap_generation
 
 

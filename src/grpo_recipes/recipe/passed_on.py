@@ -115,12 +115,12 @@ def passed_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[
 
 
 def _dictionary(recipe: Recipe, key: str) -> Iterator[Problem]:
-    """Yield the problems of a dictionary with names from ``keys.json``."""
+    """Yield the problems of the dictionary in the recipe key ``key``, which may have the names in ``keys.json``."""
     yield from _part_problems(recipe, key, recipe[key] or {}, Value(None, recipe.source(key)))
 
 
 def _accumulation(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the names of accelerate's accumulation plugin that a recipe key sets; its other names are typed keys."""
+    """Yield a problem for each argument of accelerate's accumulation plugin that has its own recipe key."""
     key, part = "accelerator_config", "gradient_accumulation_kwargs"
     for name, value in ((recipe[key] or {}).get(part) or {}).items():
         if name in OWNED_NAMES[f"{key}.{part}"]:
@@ -204,7 +204,7 @@ def _unknown_name(recipe: Recipe, key: str, name: str, where: str, known: Mappin
 
 
 def _optimizer(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the problems in ``optim_args``, a text of ``name=value`` pairs."""
+    """Yield the problems in ``optim_args``: it is not ``name=value`` pairs, or has wrong names or values."""
     if not recipe.optimizer.optim_args:
         return
     parts = {}
@@ -222,7 +222,7 @@ def _optimizer(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _scheduler(recipe: Recipe) -> Iterator[Problem]:
-    """Yield the arguments that the scheduler needs and the recipe does not set, or sets twice."""
+    """Yield a problem for each argument that the scheduler needs and ``lr_scheduler_kwargs`` lacks, or has twice."""
     kind, kwargs = recipe.optimizer.lr_scheduler_type, recipe.optimizer.lr_scheduler_kwargs or {}
     known = passed_catalogue()["lr_scheduler_kwargs"][kind]
     key = "lr_scheduler_kwargs" if kwargs else "lr_scheduler_type"
@@ -236,6 +236,7 @@ def _scheduler(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _tenth(recipe: Recipe) -> int:
+    """Return a tenth of ``max_steps``, at least 1, as an example in a fix; 10 without ``max_steps``."""
     return max(1, recipe.batch.max_steps // 10) if recipe.batch.max_steps > 0 else 10
 
 

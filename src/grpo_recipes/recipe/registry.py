@@ -168,7 +168,7 @@ class Reward:
 
     @property
     def reads_answer(self) -> bool:
-        """Return whether its score depends on the answer in a completion."""
+        """Whether its score depends on the answer in a completion."""
         return self.accuracy or self.one_answer
 
 
@@ -191,7 +191,7 @@ DEFAULT_ACCURACY = "pure_accuracy_math"  # judges benchmarks if no reward of the
 
 
 def rewards() -> dict[str, Reward]:
-    """Return every reward that a recipe can name without a colon; a ConfigError if two have the same name."""
+    """Return every reward that a recipe can name without a colon, by name; raise ConfigError if two have one name."""
     by_name: dict[str, Reward] = {}
     for reward in (*_REWARDS, *entries("rewards")):
         if by_name.setdefault(reward.name, reward) is not reward:
@@ -201,18 +201,18 @@ def rewards() -> dict[str, Reward]:
 
 
 def reward_keys(names: Iterable[str]) -> set[str]:
-    """Return the recipe keys that are arguments of these rewards."""
+    """Return the recipe keys that are arguments of these rewards; user rewards and unknown names are ignored."""
     known = rewards()
     return {key for name in names if name in known for key in known[name].keys}
 
 
 def rewards_with_server() -> set[str]:
-    """Return the rewards that call a server."""
+    """Return the names of the registered rewards that call a server."""
     return {name for name, reward in rewards().items() if reward.calls_server}
 
 
 def rewards_in_children() -> set[str]:
-    """Return the rewards that run in child processes."""
+    """Return the names of the registered rewards that always run in child processes."""
     return {name for name, reward in rewards().items() if reward.in_children}
 
 
@@ -327,7 +327,7 @@ class Objective:
     targets_q: bool  # weights come from listwise_q and the reference, so tau + beta must be positive
 
     def tau_or_default(self, tau: float | None) -> float | None:
-        """Return the recipe's ``maxent_tau``, or the objective's default if the recipe does not set it."""
+        """Return ``tau``, the recipe's ``maxent_tau``, or if it is None the objective's default, which may be None."""
         return self.tau if tau is None else tau
 
     def loss_type(self, recipe: Callable[[str], Any]) -> str:
@@ -372,7 +372,7 @@ def built_for_cpu() -> bool:
 
 
 def missing_package(key: str, value: Any) -> str | None:
-    """Return a package that the value of a key, or an item of the value, needs but that is not installed; else None.
+    """Return the first package that a value of ``key``, or an item of a list, needs but that is not installed, or None.
 
     Nothing is imported.
     """
@@ -385,7 +385,7 @@ def missing_package(key: str, value: Any) -> str | None:
 
 
 def _is_installed(package: str, module: str) -> bool:
-    """Return whether the module exists, in a version that ``package`` accepts, e.g. ``swanlab<0.8``."""
+    """Return whether a module is installed, in the version that ``package`` requires, e.g. ``swanlab<0.8``."""
     if importlib.util.find_spec(module) is None:
         return False
     name, limit, version = package.partition("<")

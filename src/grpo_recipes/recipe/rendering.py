@@ -48,13 +48,17 @@ def missing_message(render: Render, prompt: list[Message]) -> Message | None:
 
 
 def _occurs(text: str, rendered: str) -> bool:
+    """Return whether a text, or its form in JSON, occurs in a rendered prompt, without regard to white space."""
     squeezed = "".join(rendered.split())
     forms = (text, json.dumps(text, ensure_ascii=False)[1:-1])
     return any("".join(form.split()) in squeezed for form in forms)
 
 
 def rendering_notes(render: Render, prompt: list[Message], template: str, kwargs: Mapping[str, Any]) -> list[str]:
-    """Return notes for the user about rendered prompts: they change with the date, or end in an open thought."""
+    """Return notes for the user about rendered prompts: they change with the date, or end in an open ``<think>``.
+
+    ``render`` renders ``prompt`` with the chat ``template`` and its variables ``kwargs``.
+    """
     notes = []
     with contextlib.suppress(*FAILURES):
         if note := _date_note(template, prompt, kwargs):
@@ -137,7 +141,10 @@ def prompt_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[
 
 
 def _rendering_fault(recipe: Recipe, key: str, template: str) -> Problem | None:
-    """Return the first fault in rendering the prompts of ``_prompts``, or None. ``key`` sets the template."""
+    """Return a problem for the first prompt that the template rejects or from which it omits a message, or None.
+
+    ``key`` is the recipe key that sets the template.
+    """
     system = recipe.model.system_prompt
     try:
         render = render_with(template, recipe.model.chat_template_kwargs or {})
@@ -161,6 +168,7 @@ def _rendering_fault(recipe: Recipe, key: str, template: str) -> Problem | None:
 
 
 def _renders(render: Render, prompt: list[Message]) -> bool:
+    """Return whether a prompt renders to a text that is not empty; false if the template rejects it."""
     try:
         return bool(render(prompt))
     except FAILURES:
@@ -168,11 +176,15 @@ def _renders(render: Render, prompt: list[Message]) -> bool:
 
 
 def _has_prompts(recipe: Recipe) -> bool:
+    """Return whether a run reads its prompts from a dataset, not from a source such as an environment."""
     return source_of(recipe.__getitem__) is None
 
 
 def _templates(recipe: Recipe, environment: Mapping[str, str]) -> tuple[str, Mapping[str, str] | None]:
-    """Return the key to change, and the templates by name; None if the model's files are not on this machine."""
+    """Return the recipe key that decides the chat template, and the templates by name.
+
+    The templates are None if the model's files are not on this machine.
+    """
     if recipe.model.chat_template is not None:
         return "chat_template", {"default": recipe.model.chat_template}
     return "model_name_or_path", templates_of(recipe, environment)

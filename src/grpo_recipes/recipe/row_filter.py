@@ -35,7 +35,7 @@ class RowFilter:
     most: float
 
     def keeps(self, value: Any) -> bool:
-        """Return whether a value of the column is in the range. A missing value and text are not."""
+        """Return whether a value of the column is a number in the range; false for a missing value or text."""
         return _is_number(value) and bool(self.least <= value <= self.most)
 
     def count(self, values: Iterable[Any]) -> list[tuple[float, int, bool]]:

@@ -101,7 +101,7 @@ def uses_external_server(recipe: Recipe) -> bool:
 
 
 def reports_to(recipe: Recipe) -> list[str]:
-    """Return the names in ``report_to``."""
+    """Return the names in ``report_to`` as a list, [] if it is not set."""
     names = recipe.run.report_to or []
     return [names] if isinstance(names, str) else names
 
@@ -136,7 +136,7 @@ def unsupported_keys() -> set[str]:
 
 
 def _unsupported(key: str) -> tuple[str, str]:
-    """Return why a key is rejected, and the fix."""
+    """Return why an unsupported key is rejected, and the fix; the key must be one of ``unsupported_keys``."""
     return next(entry for names, entry in _UNSUPPORTED.items() if key in matching_keys(names))
 
 
@@ -156,7 +156,7 @@ def is_url(text: str) -> bool:
 
 
 def evaluates(recipe: Recipe) -> bool:
-    """Return whether a recipe evaluates."""
+    """Return whether a recipe evaluates during training: ``eval_strategy`` is not "no"."""
     return recipe.evaluation.strategy != "no"
 
 
@@ -166,13 +166,13 @@ def isolates_rewards(recipe: Recipe) -> bool:
 
 
 def chosen_sources(recipe: Recipe) -> list[str]:
-    """Return a key of each prompt source that a recipe selects; more than one is a problem."""
+    """Return, for each prompt source that a recipe selects, the key that selects it; more than one is a problem."""
     sources = [source for source in parts("prompt_source") if source.requested(recipe)]
     return [next(key for key in source.keys if recipe.is_set(key)) for source in sources]
 
 
 def _rewards(recipe: Recipe, condition: Callable[[Reward], Any]) -> list[str]:
-    """Return the registered rewards of a recipe that meet a condition."""
+    """Return the names of a recipe's registered rewards for which ``condition`` returns a true value."""
     known = rewards()
     return [name for name in recipe.rewards.funcs if name in known and condition(known[name])]
 
@@ -192,6 +192,7 @@ def _tracker_callback(name: str) -> str:
 
 
 def _duplicates(names: list[Any]) -> list[Any]:
+    """Return the values that occur more than once in a list, each once."""
     return [name for name in dict.fromkeys(names) if names.count(name) > 1]
 
 

@@ -43,6 +43,7 @@ class Key(Generic[T]):
         self.name = name
 
     def __get__(self, section: Section, _: type[Section]) -> T:
+        """Return the key's value in the section's recipe; raise BrokenKey if it is invalid."""
         value: T = section.read(self.name)
         return value
 
@@ -54,6 +55,7 @@ class _Attribute(Generic[S]):
         self._section = section
 
     def __get__(self, recipe: Values, _: type) -> S:
+        """Return the section of a recipe."""
         return self._section(recipe)
 
 

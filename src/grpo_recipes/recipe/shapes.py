@@ -88,6 +88,7 @@ def chat_of(value: Any, source: DataSource, system: str | None) -> list[Message]
 
 
 def _prompt_text(value: Any, source: DataSource) -> str:
+    """Return a prompt as text; raise ConfigError if it is not a scalar, or is a chat that was written as text."""
     text = _text(value, source, for_solution=False)
     if text.lstrip().startswith("[{") and _is_chat_as_text(text):
         fault = f"column '{source.prompt}' of '{source.id}' holds a chat written as text"
@@ -96,6 +97,7 @@ def _prompt_text(value: Any, source: DataSource) -> str:
 
 
 def _is_chat_as_text(text: str) -> bool:
+    """Return whether a text is a list of messages with role and content, as Python or JSON writes it."""
     messages: Any = None
     with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
         messages = ast.literal_eval(text.strip())
@@ -139,10 +141,12 @@ def _message(messages: list[Any], index: int, source: DataSource) -> Message:
 
 
 def _is_text_part(part: Any) -> bool:
+    """Return whether a part of a message's content is a mapping with a text."""
     return isinstance(part, dict) and isinstance(part.get("text"), str)
 
 
 def _chat(source: DataSource) -> str:
+    """Return the subject of a message about a chat in the prompt column."""
     return f"a chat in column '{source.prompt}' of '{source.id}'"
 
 
@@ -158,9 +162,9 @@ def answer_of(value: Any, marker: str | None, source: DataSource) -> tuple[str, 
 
 
 def _text(value: Any, source: DataSource, for_solution: bool) -> str:
-    """Return a scalar as JSON writes it, '' if it is missing; raise ConfigError if the value is not a scalar.
+    """Return a scalar as text, as JSON writes it, or "" for None and NaN; raise ConfigError for lists and mappings.
 
-    A whole number that JSON made a float has no '.0'.
+    A whole number that JSON made a float has no ".0". The error proposes paths to scalars inside the value.
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
@@ -184,6 +188,7 @@ def nested_paths(column: str, value: Any) -> list[str]:
     paths = [path for path, leaf in _leaves(column, value, _DEPTH) if _is_filled(leaf)]
 
     def order(path: str) -> tuple[int, int]:
+        """Return a sort key: the rank of the path's last part in ``_LIKELY``, then its place in the value."""
         name = path.rpartition(".")[2]
         return _LIKELY.index(name) if name in _LIKELY else len(_LIKELY), paths.index(path)
 
@@ -191,6 +196,7 @@ def nested_paths(column: str, value: Any) -> list[str]:
 
 
 def _leaves(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of each leaf inside ``value``, at most ``depth`` levels deep and 8 items of each list."""
     inside: list[tuple[str, Any]] = []
     if isinstance(value, Mapping):
         inside = [(str(name), part) for name, part in value.items()]
@@ -203,16 +209,18 @@ def _leaves(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def _is_filled(value: Any) -> bool:
+    """Return whether a value is a number, a boolean, or a text that is not blank."""
     return isinstance(value, bool | int | float | Decimal) or (isinstance(value, str) and bool(value.strip()))
 
 
 def usable_columns(rows: Sequence[Mapping[str, Any]], source: DataSource, for_solution: bool) -> list[str]:
     """Return the columns of these rows that can be the solution, or the prompt if ``for_solution`` is false.
 
-    If no column fits, return the first paths into columns that fit.
+    If no column fits, return the first 8 paths into columns that fit, [] if there are none.
     """
 
     def fits(column: str) -> bool:
+        """Return whether all rows have a valid value or none in this column, and at least one has a value."""
         read: Callable[[Any], Any] = lambda value: chat_of(value, source, None)  # noqa: E731
         if for_solution:
             read = lambda value: answer_of(value, None, source)[0]  # noqa: E731
@@ -226,5 +234,6 @@ def usable_columns(rows: Sequence[Mapping[str, Any]], source: DataSource, for_so
 
 
 def _short(value: Any) -> str:
+    """Return the first 80 characters of a value as Python writes it."""
     text = repr(value)
     return text if len(text) <= 80 else text[:80] + " ..."

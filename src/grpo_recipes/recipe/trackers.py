@@ -24,6 +24,7 @@ class Tracker:
 
 
 def _wandb_address(environment: Environment) -> str | None:
+    """Return the URL of W&B's server, or None if WANDB_MODE or WANDB_DISABLED turns it off."""
     disabled = environment.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes")
     if disabled or environment.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
         return None
@@ -31,23 +32,27 @@ def _wandb_address(environment: Environment) -> str | None:
 
 
 def _trackio_address(environment: Environment) -> str | None:
+    """Return the hub's URL if Trackio writes to a space, else TRACKIO_SERVER_URL, or None for local files."""
     if environment.get("TRACKIO_SPACE_ID"):
         return environment.get("HF_ENDPOINT") or "https://huggingface.co"
     return environment.get("TRACKIO_SERVER_URL") or None
 
 
 def _mlflow_address(environment: Environment) -> str | None:
+    """Return MLFLOW_TRACKING_URI if it is an http or https URL; None for local files."""
     address = environment.get("MLFLOW_TRACKING_URI", "")
     return address if address.startswith(("http:", "https:")) else None
 
 
 def _swanlab_address(environment: Environment) -> str | None:
+    """Return the URL of SwanLab's server, or None if SWANLAB_MODE turns it off."""
     if environment.get("SWANLAB_MODE") in ("local", "offline", "disabled"):
         return None
     return environment.get("SWANLAB_API_HOST") or "https://api.swanlab.cn"
 
 
 def _comet_address(environment: Environment) -> str | None:
+    """Return the URL of Comet's server, or None if COMET_START_ONLINE turns it off."""
     if environment.get("COMET_START_ONLINE", "").lower() in ("0", "false"):
         return None
     return environment.get("COMET_URL_OVERRIDE") or "https://www.comet.com"
@@ -83,7 +88,7 @@ TRACKERS = {
 
 
 def remote_trackers(names: list[str], environment: Environment) -> Iterator[tuple[Tracker, str]]:
-    """Yield those of these trackers that need a network, with their addresses."""
+    """Yield each tracker in ``names`` that needs the network in this environment, with its address."""
     for tracker in (TRACKERS[name] for name in names if name in TRACKERS):
         if address := tracker.address(environment):
             yield tracker, address

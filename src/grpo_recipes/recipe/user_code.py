@@ -107,6 +107,7 @@ def function_source(spec: str, path: Path | None = None) -> ast.FunctionDef | as
 
 
 def _defined_names(node: ast.AST) -> set[str]:
+    """Return the names that a statement defines: a function or class, or variables that it assigns."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}
     return {child.id for child in ast.walk(node) if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store)}
@@ -198,6 +199,7 @@ def find_comparison(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[s
     lists = {"completions"}  # variables with one value per completion
 
     def uses_list(node: ast.AST) -> bool:
+        """Return whether an expression uses one of ``lists`` as a whole, not only an item of it."""
         indexed = {id(child.value) for child in ast.walk(node) if isinstance(child, ast.Subscript)}
         variables = [child for child in ast.walk(node) if isinstance(child, ast.Name) and child.id in lists]
         return any(id(variable) not in indexed for variable in variables)
@@ -235,7 +237,7 @@ def source_path(spec: str) -> Path | None:
 
 
 def source_file(spec: str) -> Path:
-    """Return the file of the module or path in ``spec``; a ConfigError if there is none."""
+    """Return the file of the module or path in ``spec``; raise ConfigError if there is none."""
     path = source_path(spec)
     if path is None:
         raise ConfigError(_not_found(split_spec(spec)[0], spec))

@@ -63,7 +63,7 @@ OWNED_FLAGS = expand_names(
 
 
 def flag_words(arguments: Mapping[str, Any] | None) -> list[str]:
-    """Return the argv words of ``vllm_args``; a flag without a value (null) is omitted, so vLLM's default is used."""
+    """Return ``vllm_args`` as words of vLLM's command line, [] for None; a flag with the value None is omitted."""
     words: list[str] = []
     for name, value in (arguments or {}).items():
         flag, kind = name.replace("_", "-"), passed_catalogue()[KEY][""][name]["type"]

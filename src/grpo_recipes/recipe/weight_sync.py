@@ -68,7 +68,10 @@ def sync_problem(
 
 
 def _fix(recipe: Recipe, method: str, setups: Collection[str], working: str) -> str:
-    """Return the edit that makes weight sync work. ``working`` has the methods that need no other change."""
+    """Return the fix for a ``method`` that does not work in these setups: another accelerator, or a working method.
+
+    ``working`` is the setting that selects a working method without another change.
+    """
     if recipe.lora.use_peft and not set(NOT_WITH_LORA).isdisjoint(setups):
         return "write accelerator: ddp or zero2"
     edits = {"full": ("lora", "use_peft: true")}

@@ -252,6 +252,7 @@ class Table:
 
 
 def _no_equal(setting: Setting) -> str:
+    """Return the problem of a setting whose value no row translates, as text for ``Setting.reject``."""
     if setting.raw.source != setting.name:
         return f"'{setting.name}{short(setting.value)}' has no equivalent here"
     return "has no equivalent here" if setting.row.rejected else f"'{setting.value!s:.100}' has no equivalent here"
@@ -269,13 +270,13 @@ def matches(value: Any, pattern: str) -> bool:
 
 @functools.cache
 def read_table(path: Path, section: str, module: str = "") -> Table:
-    """Read one list of a table file; ``module`` has the functions that its rows name with ``convert``."""
+    """Read and return one list of a table file; ``module`` has the functions that its rows name with ``convert``."""
     return Table(tuple(map(_row, read_file(path)[section])), module)
 
 
 @functools.cache
 def read_file(path: Path) -> Any:
-    """Read a table file of this package."""
+    """Return the content of a table file of this package, parsed as YAML; cached."""
     return yaml.load(path.read_text(encoding="utf-8"), _LOADER)
 
 
