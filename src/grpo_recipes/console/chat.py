@@ -103,10 +103,11 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _find_recipe_and_model(name: str, needs_model: bool) -> tuple[Recipe, str]:
-    """Find the recipe with system prompt and sampling, and the model to serve, for the argument RUN|MODEL|URL.
+    """Return the recipe with system prompt and sampling, and the model to serve, for the argument RUN|MODEL|URL.
 
-    The model is a folder or a hub id, or "" for a server's URL. For a URL or a model, the recipe has only defaults.
-    Raise ConfigError if ``name`` is neither, or if a run has no model yet and ``needs_model`` is set.
+    The model is a folder or a hub id, or "" for a server's URL. For a URL or a model, the recipe has only defaults. For
+    a run or a model, it also limits the length of a conversation. Raise ConfigError if ``name`` is none of these, or if
+    a run has no model yet and ``needs_model`` is true.
     """
     if "://" in name:
         return _make_default_recipe(name), ""
@@ -120,7 +121,7 @@ def _find_recipe_and_model(name: str, needs_model: bool) -> tuple[Recipe, str]:
 
 
 def find_run_or_model(name: str, needs_model: bool, fix: str) -> tuple[Run | None, str]:
-    """Find the run or the model that ``name`` refers to; return the run, or None, and the model's folder or hub id.
+    """Return the run that ``name`` refers to, and its model's folder; or None, and the folder or hub id of a model.
 
     ``name`` is a run directory, a run's name, "last", a model's folder, a hub id, or a smoke model such as
     ``smoke:sums``, which is created if it does not exist. Raise ConfigError with the advice ``fix`` if ``name`` is none
@@ -257,7 +258,7 @@ class _Conversation:
         return None
 
     def _stream_reply(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
-        """Request a reply to ``messages`` after the system prompt; return a generator of its text while it arrives.
+        """Request a reply to the system prompt and ``messages``; return a generator of its text while it arrives.
 
         Each reply gets another seed, derived from the seed of the options if there is one.
         """

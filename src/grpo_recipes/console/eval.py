@@ -121,13 +121,13 @@ def eval(options: argparse.Namespace) -> int:
     names = {f"--{key}": f"--{name}" for name, key in _KEYS.items() if getattr(options, name) is not None}
     names["--eval_strategy"] = "--dataset"
 
-    def with_options(error: ConfigError) -> ConfigError:
+    def use_option_names(error: ConfigError) -> ConfigError:
         """Return the error with options such as --dataset instead of the recipe flags that they set."""
         return ConfigError(
             *(replace(problem, where=names.get(problem.where, problem.where)) for problem in error.problems)
         )
 
-    with translate_errors(ConfigError, with_options):
+    with translate_errors(ConfigError, use_option_names):
         return _evaluate(options)
 
 
@@ -193,7 +193,7 @@ def _get_max_tokens(recipe: Recipe) -> int:
 def _make_eval_sampling(recipe: Recipe, temperature: float | None) -> "SamplingParameters":
     """Return the sampling parameters of an evaluation, from the recipe's ``eval_*`` keys.
 
-    ``temperature`` None means the recipe's eval_temperature.
+    ``temperature`` None means the recipe's eval_temperature. Raise ConfigError if no key limits a completion's length.
     """
     seed = recipe.batch.seed if recipe.evaluation.sampling_seed is None else recipe.evaluation.sampling_seed
     if temperature is None:
@@ -256,7 +256,7 @@ class _Subject:
 
 
 def _find_subject(options: argparse.Namespace) -> _Subject:
-    """Find what the first argument refers to: a recipe, run, checkpoint or model; return the model with its recipe.
+    """Return the model to evaluate with its recipe, for the first argument: a recipe, run, checkpoint or model.
 
     Raise ConfigError if the argument is none of these, if its model is incomplete, or if options contradict it.
     """
@@ -318,7 +318,7 @@ def _reject_flags(options: argparse.Namespace, keys: Sequence[str], reason: str)
 
 
 def _resolve_with_options(name: str | None, options: argparse.Namespace, extra_flags: Sequence[str] = ()) -> Recipe:
-    """Load and check the recipe ``name`` (None for the default) with evaluation enabled.
+    """Load, check and return the recipe ``name`` (None for the default) with evaluation enabled.
 
     The options --dataset, --split, --limit, --model and --reward, the recipe flags and ``extra_flags`` set keys. Raise
     ConfigError if the recipe is wrong.
@@ -402,7 +402,8 @@ def _sample_completions(
     """Sample the missing completions and write them to ``file``; return whether the file is complete.
 
     Use the server at --base-url, or start a vLLM server and stop it at the end. If no row is done, the results of an
-    earlier evaluation in the folder are removed first. The reasons for missing completions are printed.
+    earlier evaluation in the folder are removed first. The reasons for missing completions, and why a server did not
+    start, are printed. Raise ConfigError if the server at --base-url does not answer.
     """
     from grpo_recipes.rollouts.generate import generate
     from grpo_recipes.rollouts.openai import CompletionClient

@@ -25,6 +25,8 @@ _BINS = ("0", "below 1/4", "below 1/2", "below 3/4", "below 1", "1")
 def write_filtered(path: Path, rows: Rows, scored: Rows, limits: tuple[float, float], system_prompt: str | None) -> int:
     """Write the rows with a pass rate from ``limits[0]`` to ``limits[1]`` as JSON lines; return their number.
 
+    Also print a table with the number of rows in each bin of pass rates.
+
     ``rows`` and ``scored`` are the rows of `grpo eval`, in the same order. A line has ``problem`` (text, or messages if
     there are several), ``answer``, the other columns of the row, and ``pass_rate``: the fraction of right completions
     among those that could be judged. Rows without a judged completion are left out. So is the recipe's system prompt,
@@ -54,7 +56,10 @@ def compute_pass_rate(completions: Sequence[dict[str, Any]]) -> float | None:
 
 
 def _make_line(row: dict[str, Any], rate: float, system_prompt: str | None) -> dict[str, Any]:
-    """Return the line of a row: its problem, answer, other columns and pass rate."""
+    """Return the content of a row's line: its problem, answer, other columns and pass rate (``rate``).
+
+    A system message equal to ``system_prompt`` is left out. A single user message becomes a text.
+    """
     messages = row["prompt"]
     if system_prompt and messages[0] == {"role": "system", "content": system_prompt}:
         messages = messages[1:]
@@ -64,7 +69,7 @@ def _make_line(row: dict[str, Any], rate: float, system_prompt: str | None) -> d
 
 
 def _name_bin(rate: float) -> str:
-    """Return the name in ``_BINS`` of the bin of a pass rate."""
+    """Return the name of a pass rate's bin in ``_BINS``, e.g. "below 1/2" for 0.3."""
     if rate in (0, 1):
         return str(int(rate))
     return f"below {['1/4', '1/2', '3/4', '1'][int(rate * 4)]}"

@@ -156,23 +156,23 @@ def connect_to_server(url: str, backend: str, model: str | None, wait: float, **
 
     flags = {"base_url": "--base-url", "backend": "--backend"}
 
-    def with_flags(error: ConfigError) -> ConfigError:
+    def use_flag_names(error: ConfigError) -> ConfigError:
         """Return the error with flags of the command instead of argument names."""
         return ConfigError(
             *(replace(problem, where=flags.get(problem.where, problem.where)) for problem in error.problems)
         )
 
     key = os.environ.get(KEY_VARIABLE)
-    with translate_errors(ConfigError, with_flags):
+    with translate_errors(ConfigError, use_flag_names):
         client = CompletionClient(url, backend, model, key, say=say, **limits)
         client.ready(wait)
     return client
 
 
 def _load_prompts(recipe: Recipe, limit: int | None) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Load at most ``limit`` training rows and render their prompts like a trainer; return rows and prompt token ids.
+    """Load at most ``limit`` training rows (None: all) and render their prompts like a trainer.
 
-    If ``limit`` is None, load all rows.
+    Return the rows, and the token ids of each row's prompt.
     """
     from datasets import disable_progress_bars
 
@@ -200,7 +200,7 @@ def render_prompts(renderer: Any, rows: list[dict[str, Any]]) -> list[list[int]]
 
 
 def load_tokenizer(recipe: Recipe, name: str) -> Any:
-    """Load the tokenizer from ``name``, the folder or hub id of the recipe's model; raise ConfigError if that fails.
+    """Load and return the tokenizer of ``name``, the model's folder or hub id; raise ConfigError if that fails.
 
     For a smoke model (``smoke:...``), the tokenizer is built in memory, so its folder need not exist.
     """
@@ -210,13 +210,13 @@ def load_tokenizer(recipe: Recipe, name: str) -> Any:
         return build_tokenizer(recipe.model.name)
     from transformers import AutoTokenizer
 
-    def load_error(error: Exception) -> ConfigError:
+    def make_load_error(error: Exception) -> ConfigError:
         """Return a ConfigError at the recipe's line with the model, with the message of the original error."""
         message = f"the tokenizer can't be loaded ({' '.join(str(error).split())[:200]})"
         return config_error(recipe.location("model_name_or_path"), message, "use a model with tokenizer files")
 
     revision = "main" if os.path.isdir(name) else recipe.model.revision
-    with translate_errors((OSError, ValueError), load_error):
+    with translate_errors((OSError, ValueError), make_load_error):
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=recipe.model.trust_remote_code)
 
 

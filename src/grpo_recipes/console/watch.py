@@ -190,7 +190,7 @@ def _redraw_until_over(
     from rich.live import Live
     from rich.text import Text
 
-    def frame() -> Group:
+    def make_frame() -> Group:
         """Return the picture for rich, with styles."""
         texts = (Text(line, choose_line_style(line), no_wrap=True, overflow="ellipsis") for line in draw(columns()))
         return Group(*texts)
@@ -206,8 +206,8 @@ def _redraw_until_over(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with contextlib.ExitStack() as stack:
         stack.callback(console.show_cursor)  # rich does not show it after a signal during the first picture
-        live = stack.enter_context(Live(frame(), console=console, auto_refresh=False))
+        live = stack.enter_context(Live(make_frame(), console=console, auto_refresh=False))
         while not read_state()[1]:
             time.sleep(follow.POLL_SECONDS)
-            live.update(frame(), refresh=True)
-        live.update(frame(), refresh=True)
+            live.update(make_frame(), refresh=True)
+        live.update(make_frame(), refresh=True)

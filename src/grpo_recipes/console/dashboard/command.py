@@ -30,7 +30,7 @@ class Pages:
         self._first: LivePage = self._list or RunPage(folder, copies / hash_folder(folder))
 
     def find(self, path: str) -> LivePage | None:
-        """Return the page at a path: the empty path, or ``run/<hash>/`` for a run on the list; otherwise None."""
+        """Return the page at a path: the first page at "", a listed run's report at ``run/<hash>/``, or else None."""
         if path == "":
             return self._first
         for folder in self._list.list_folders() if self._list else []:
@@ -64,7 +64,10 @@ def dashboard(options: argparse.Namespace) -> int:
 
 
 def find_folder(name: str | None) -> Path:
-    """Return the folder of runs or the run directory that the user named, as an absolute path."""
+    """Return the folder of runs or the run directory that the user named, as an absolute path; None means the run root.
+
+    Raise ConfigError if the run root does not exist, or there is no such run.
+    """
     if name is None:
         folder = run_root(os.environ)
         if not folder.is_dir():

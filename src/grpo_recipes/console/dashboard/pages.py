@@ -54,7 +54,10 @@ class LivePage(ABC):
         self._next_render = 0.0
 
     def read(self) -> tuple[str, str]:
-        """Return the newest page as HTML, and its version."""
+        """Return the page as HTML, and its version; render it again if its files have changed.
+
+        After a rendering, the old page is returned for four times as long as the rendering took.
+        """
         with self._lock:
             if time.monotonic() >= self._next_render and (state := self.read_state()) != self._state:
                 start = time.monotonic()
@@ -71,7 +74,7 @@ class LivePage(ABC):
 
     @abstractmethod
     def render(self, polling: Polling) -> str:
-        """Return the page as HTML, with the script that keeps it current."""
+        """Return the page as HTML, with the script in ``polling`` that keeps it current."""
 
 
 class RunPage(LivePage):
@@ -82,7 +85,7 @@ class RunPage(LivePage):
         self._folder, self._copy = folder, BoundedCopy(folder, copies)
 
     def read_state(self) -> object:
-        """Return size and time of the files that the report shows."""
+        """Return size and modification time of the files that the report shows, and whether the run is locked."""
         return _read_file_states(self._folder)
 
     def render(self, polling: Polling) -> str:
@@ -103,12 +106,12 @@ class ListPage(LivePage):
         self._rows: dict[Path, _RunRows] = {}
 
     def list_folders(self) -> list[Path]:
-        """Return the newest run directories below the folder: runs, and trials of sweeps."""
+        """Return the run directories below the folder, at most 200, the newest first: runs, and trials of sweeps."""
         paths = [path for pattern in _PATTERNS for path in self._root.glob(pattern)]
         return [path.parent for path in sort_newest_first(paths)[:MOST_RUNS]]
 
     def read_state(self) -> object:
-        """Return size and time of each run's files."""
+        """Return each run's folder with size and modification time of its files."""
         return [(folder, _read_file_states(folder)) for folder in self.list_folders()]
 
     def render(self, polling: Polling) -> str:
@@ -133,7 +136,7 @@ class ListPage(LivePage):
         )  # fmt: skip
 
     def _render_row(self, folder: Path, state: str, has_ended: bool) -> Markup:
-        """Return the table row of a run."""
+        """Return the table row of a run: link, state, step, reward, time left and a small curve of its rewards."""
         rows = self._rows[folder].read()
         texts = [mask_secrets(text) or NOTHING for text in (state, *format_position(rows, has_ended))]
         name = mask_secrets(folder.relative_to(self._root).as_posix())
@@ -151,7 +154,7 @@ class _RunRows:
         self._rows: list[dict[str, Any]] = []
 
     def read(self) -> list[dict[str, Any]]:
-        """Read new rows, and return at most 2,000 rows."""
+        """Read new rows of the file, and return the newest 2,000 rows so far; repeated steps replace earlier rows."""
         new = [{key: row[key] for key in _LIST_KEYS if key in row} for row in self._reader.read_new()]
         if new:  # a resumed run repeats the steps after its checkpoint
             self._rows = [row for row in self._rows if row["step"] < new[0]["step"]] + new
@@ -160,12 +163,15 @@ class _RunRows:
 
 
 def hash_folder(folder: Path) -> str:
-    """Return the name of a run in URLs, which needs no escaping."""
+    """Return the name of a run in URLs: 16 characters of a hash of its path."""
     return hashlib.sha256(str(folder).encode()).hexdigest()[:16]
 
 
 def _describe_state(folder: Path) -> tuple[str, bool]:
-    """Return the state of a run in words, from its files, and whether it has ended."""
+    """Return the state of a run in words, from its files, and whether it has ended.
+
+    If a file is damaged, return the problem and true.
+    """
     try:
         return target_state(Run(folder), None)
     except ConfigError as error:
@@ -173,7 +179,10 @@ def _describe_state(folder: Path) -> tuple[str, bool]:
 
 
 def _read_file_states(folder: Path) -> list[tuple[int, int] | None]:
-    """Return size and time of each file that a page of a run depends on; None for a missing file."""
+    """Return size and modification time of each file that a run's page depends on; None for a missing file.
+
+    A last entry tells whether the run's lock is held.
+    """
     states: list[tuple[int, int] | None] = []
     for name in _WATCHED:
         try:

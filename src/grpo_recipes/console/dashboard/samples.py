@@ -21,7 +21,7 @@ class BoundedCopy:
         self._rows = _SpreadRows(folder / _FILE)
 
     def update(self) -> Path:
-        """Return the run directory, or its copy with new rows if the file is long."""
+        """Return the run directory; if its ``samples.jsonl`` is longer than 50 MB, update its copy and return that."""
         if _size(self._folder / _FILE) <= _LONG_BYTES:
             return self._folder
         self._copy.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -42,12 +42,16 @@ class _SpreadRows:
         self._start_again()
 
     def _start_again(self) -> None:
+        """Forget all rows, so that the file is read from its beginning."""
         self._inode, self._offset, self._count, self._distance = 0, 0, 0, 1
         self._rows: list[tuple[int, bytes]] = []  # with the index of each row
         self._bytes = 0
 
     def read_new(self) -> bytes:
-        """Read the rows since the last call, and return at most 20 MB of rows; a single row may be longer."""
+        """Read the rows since the last call, and return the kept rows of the whole file as text, at most 20 MB.
+
+        The first and the last row are always kept, so the text may be longer. A replaced file is read again.
+        """
         with self._path.open("rb") as file:
             state = self._path.stat()
             if state.st_ino != self._inode or state.st_size < self._offset:

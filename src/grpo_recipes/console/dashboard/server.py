@@ -57,14 +57,14 @@ class Dashboard(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Handle a connection in a thread, or close it if there are too many."""
+        """Handle a connection in a thread, or close it if 16 others are handled now."""
         if self._slots.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Handle a connection, and make room for another."""
+        """Handle a connection in its thread, and make room for another at the end, also after an error."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -85,7 +85,10 @@ class _Request(BaseHTTPRequestHandler):
     timeout = _REQUEST_SECONDS
 
     def do_GET(self) -> None:
-        """Answer with a page. 204 without content if ``since`` is its version, 403 without the token."""
+        """Answer with the page at the path; 403 without the token, and 404 if there is no such page.
+
+        If ``since`` is the page's version, answer 204 without content.
+        """
         path, _, query = self.path.partition("?")
         token, _, path = path.removeprefix("/").partition("/")
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
@@ -99,7 +102,7 @@ class _Request(BaseHTTPRequestHandler):
         self._answer(HTTPStatus.OK, text, version)
 
     def parse_request(self) -> bool:
-        """Parse the request. Reject host names other than the loopback's."""
+        """Parse the request; return false if it is malformed, or was answered with 403 because of another host name."""
         if not super().parse_request():
             return False
         if _LOCAL_HOST.fullmatch(self.headers.get("Host", "")):
@@ -108,6 +111,7 @@ class _Request(BaseHTTPRequestHandler):
         return False
 
     def _answer(self, status: HTTPStatus, text: str, version: str = "") -> None:
+        """Send a response with this status, text and version (ETag)."""
         content = text.encode(errors="replace")
         self.send_response(status)
         for name, value in {**_HEADERS, "ETag": version, "Content-Length": str(len(content))}.items():

@@ -236,12 +236,12 @@ def imports(machine: Machine) -> Finding:
     variables = {**base_environment(machine.environment), "PYTHONNOUSERSITE": "1"}
     started = re.compile(r"the import of [\w. ,]+").findall
 
-    def timeout_error(error: NoAnswer) -> NoAnswer:
+    def name_late_import(error: NoAnswer) -> NoAnswer:
         """Return an error that names the import that did not end in time."""
         output = str(getattr(error.__cause__, "stdout", ""))
         return NoAnswer(f"{['its start', *started(output)][-1]} did not end within {machine.timeout:.0f} s")
 
-    with translate_errors(NoAnswer, timeout_error):
+    with translate_errors(NoAnswer, name_late_import):
         done = machine.run_program(sys.executable, "-P", "-c", _IMPORTS, variables=variables)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"ended by signal {-done.returncode}"]

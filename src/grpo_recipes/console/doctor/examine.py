@@ -125,7 +125,7 @@ def apply_all_rules(value: str, *rules: tuple[object, str, str, str]) -> Finding
 
 @contextlib.contextmanager
 def record_errors_as_findings(findings: list[Finding]) -> Iterator[None]:
-    """Suppress an exception inside the block, and append a finding about it to ``findings``."""
+    """Suppress an exception in the ``with`` block, and append a finding about it to ``findings``."""
     try:
         yield
     except Exception as error:

@@ -169,7 +169,8 @@ class TranslatedSweep(Sweeper):
     def axes(self, axes: Mapping[str, list[str]], flags: Sequence[str]) -> Mapping[str, list[str]]:
         """Return the values of each recipe key; in a search, a range becomes a list of its two ends.
 
-        ``flags`` are the flags of all trials. The settings of a search are stored for ``start``.
+        ``flags`` are the flags of all trials. The settings of a search are stored for ``start``. Raise ConfigError if
+        they are wrong.
         """
         if not self._options.search:
             return axes
@@ -188,7 +189,7 @@ class TranslatedSweep(Sweeper):
         """Run or submit the trials, or continue the same unfinished sweep; return the exit code.
 
         ``flags_of`` translates the values of a trial to recipe flags. ``elsewhere`` are more folders in which to look
-        for an unfinished sweep.
+        for an unfinished sweep. Raise ConfigError if a recipe or plan is wrong.
         """
         options = self._options
         spec = _TranslatedSpec(recipe, axes, flags, options.task, self._search, translated=flags_of)

@@ -92,11 +92,11 @@ class Sweep(RunGroup):
 
     @property
     def names(self) -> list[str]:
-        """The names of the trials, by index."""
+        """The names of the trials so far, in the order of their indices."""
         return [str(trial["name"]) for trial in self.record["cells"]]
 
     def trial_dir(self, index: int) -> Path:
-        """Return a trial's run directory."""
+        """Return the path of a trial's run directory; it need not exist."""
         return self.folder / CELLS / self.names[index]
 
     def find_unfinished_trials(self) -> list[int]:
@@ -204,7 +204,7 @@ def _is_trial(entry: Any, axes: Mapping[str, Any]) -> bool:
 
 
 def find_sweep(root: Path, name: str) -> Sweep:
-    """Read the sweep in the folder ``name``, or the newest sweep in ``root`` if ``name`` is "last".
+    """Return the sweep in the folder ``name``, or the newest sweep in ``root`` if ``name`` is "last".
 
     Raise ConfigError if there is none.
     """
@@ -268,7 +268,7 @@ def group_results(sweep: Sweep, results: Sequence[Result]) -> list[Group]:
 
 
 def format_table(sweep: Sweep, results: Sequence[Result]) -> str:
-    """Return a text table with a row per trial: values, status, steps, rewards and evaluation.
+    """Return a text table with a row per trial: values, status, steps, first and last reward, and last evaluation.
 
     If the seed is varied, a second table has the means over seeds with 95 % intervals. If the weight sync method or the
     vLLM mode is varied, rows also have seconds, memory and checkpoint size. For a search, the last line has the best
@@ -328,7 +328,7 @@ def _describe_best(sweep: Sweep) -> list[str]:
 
 
 def read_metric_value(folder: Path, metric: str) -> float | None:
-    """Read the value of a search metric from a completed run's directory, or return None if the run does not have it.
+    """Return the value of a search metric from a completed run's directory, or None if the run does not have it.
 
     The metric is the final reward, the last evaluation (``eval_...``), or a benchmark score (``math_500/pass@1``).
     """
@@ -388,7 +388,7 @@ def write_sweep_page(sweep: Sweep, path: Path | None = None) -> tuple[Path, list
 
 
 def _lock_file(descriptor: int) -> None:
-    """Wait for the lock of a file; after a minute, return without it, since an old page is better than none."""
+    """Wait for an exclusive lock of an open file; after a minute, return without the lock."""
     for _ in range(_LOCK_SECONDS):
         with contextlib.suppress(BlockingIOError):
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

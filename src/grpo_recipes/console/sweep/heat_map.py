@@ -26,7 +26,10 @@ class HeatMap:
         return mean(self.cells.get((row, column), ()))
 
     def opacity(self, row: str, column: str) -> float:
-        """Return how dark a cell is: 0.04 for the lowest mean, and 0.45 for the highest, so text stays readable."""
+        """Return how dark a cell is: 0.04 for the lowest mean, and 0.45 for the highest, so text stays readable.
+
+        A cell without a result gets 0. If all means are equal, they get the middle.
+        """
         means = [value for values in self.cells.values() if (value := mean(values)) is not None]
         low, high = min(means), max(means)
         value = self.mean(row, column)
@@ -56,6 +59,7 @@ def _sort_values(texts: set[str]) -> list[str]:
     """Return numbers in ascending order, and other texts after them in alphabetical order."""
 
     def order(text: str) -> tuple[bool, float, str]:
+        """Return a sort key: numbers by value, then other texts."""
         try:
             return False, float(text), text
         except ValueError:

@@ -164,7 +164,7 @@ class Proposals:
             time.sleep(0.5)
 
     def _ensure_run_directory(self, index: int) -> int:
-        """Create the trial's run directory if it is missing or incomplete; return the index."""
+        """Create the trial's run directory if it is missing or incomplete; return the index unchanged."""
         if self.sweep.status(index) == GONE:
             shutil.rmtree(self.sweep.trial_dir(index), ignore_errors=True)
             values = self._trials[index]["values"]

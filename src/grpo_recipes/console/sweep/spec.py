@@ -87,7 +87,7 @@ def is_axis(word: str) -> bool:
 
 
 def is_number(key: str) -> bool:
-    """Return whether the values of a key are numbers."""
+    """Return whether the values of a recipe key are numbers: its type in the catalog is int or float."""
     return catalogue()[key]["type"] in ("int", "float")
 
 
