@@ -24,7 +24,7 @@ def estimate_advantages(trainer: InnerTrainer) -> torch.Tensor:
 
 
 def replace_advantages(trainer: InnerTrainer, output: dict[str, Any], advantages_PG: torch.Tensor) -> None:
-    """Set the advantages in this rank's loss inputs ``output`` to its part of the advantages of all ranks."""
+    """Set ``output["advantages"]`` to this rank's part of the advantages of all ranks, and replace TRL's table too."""
     trl_advantages_B = output["advantages"]
     advantages_B = advantages_PG.flatten().to(trl_advantages_B)
     start = trainer.accelerator.process_index * len(trl_advantages_B)

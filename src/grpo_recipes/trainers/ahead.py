@@ -71,7 +71,7 @@ class OverlappedRollouts(ServerRollouts):
 
     @property
     def probes(self) -> bool:
-        """Whether the server check samples its own completion: in training, others come from older weights."""
+        """Whether the model is training. The server check then samples a completion: others have older weights."""
         return bool(self._trainer.model.training)
 
     def begin_epoch(self, epoch: int, micro_steps: int) -> None:
@@ -131,7 +131,7 @@ class OverlappedRollouts(ServerRollouts):
         self._probe_result = answer["completion_ids"][0], [scores[0] for scores in answer["logprobs"][0]]
 
     def probe(self, prompt: Tokens) -> tuple[Tokens, list[float]]:
-        """Return ids and log-probs of the completion of this prompt that was sampled right after the last sync."""
+        """Return ids and log-probs of the completion that rank 0 sampled after the last sync. ``prompt`` is unused."""
         result = self._broadcast_from_main(lambda: self._probe_result)
         assert result is not None  # _sample_probe runs after each sync
         return result
@@ -189,7 +189,7 @@ class OverlappedRollouts(ServerRollouts):
     # --- waiting for the pending generation ------------------------------------------------------------------------
 
     def serve_weights(self) -> bool:
-        """Wait until the server is idle, then send the current weights. Return whether it did not have them."""
+        """Wait until the server is idle, and send it the weights if it lacks them. Return whether they were sent."""
         self._wait_for_pending()
         return super().serve_weights()
 

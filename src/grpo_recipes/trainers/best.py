@@ -61,39 +61,40 @@ class BestModel(TrainerCallback):
 
     @property
     def checkpoint(self) -> Path | None:
-        """The folder of the best checkpoint. None without a completed evaluation, or ``load_best_model_at_end``."""
+        """The folder of the best checkpoint. None without ``load_best_model_at_end``, or before an evaluation ended."""
         step = self._trainer.state.best_global_step
         return Path(self._trainer.args.output_dir) / f"checkpoint-{step}" if self._keeps and step else None
 
     @property
-    def _stopping(self) -> EarlyStopping | None:
-        """The callback that ends the training. transformers may have replaced it by a copy."""
+    def _early_stopping(self) -> EarlyStopping | None:
+        """The trainer's EarlyStopping callback, or None. transformers may have replaced our object by a copy."""
         callbacks = self._trainer.callback_handler.callbacks
         return next((callback for callback in callbacks if isinstance(callback, EarlyStopping)), None)
 
     @property
     def has_stopped_early(self) -> bool:
-        """Whether the patience has run out. A larger patience continues the training."""
-        return self._stopping is not None and self._stopping.has_run_out
+        """Whether the patience has run out, False without one. A resume with a larger patience continues."""
+        return self._early_stopping is not None and self._early_stopping.has_run_out
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Write ``best.json`` again: an earlier attempt may have come further than its last checkpoint."""
         self._write()
 
     def update(self, metrics: dict[str, float], compare: Callable[[], bool]) -> bool:
-        """Count an evaluation that was due, and save a new best. Return whether it is the best.
+        """Count an evaluation that was due, request a checkpoint of a new best, and return whether it is the best.
 
-        ``compare`` is transformers' comparison. A stop request ended the evaluation if it has no ``metrics``.
+        Write ``best.json`` too. ``compare`` is transformers' comparison. Without ``metrics``, because a stop request
+        ended the evaluation, return False and change nothing.
         """
         if not metrics:
             return False
         trainer = self._trainer
-        if self._stopping:
-            self._stopping.count(trainer, metrics)
+        if self._early_stopping:
+            self._early_stopping.count(trainer, metrics)
         if is_best := compare():
             trainer.state.best_global_step = trainer.state.global_step  # not set by transformers if nothing is saved
             trainer.control.should_save |= self._keeps
-        if self._keeps or self._stopping:
+        if self._keeps or self._early_stopping:
             self._write()
         if self.has_stopped_early and trainer.accelerator.is_main_process:
             best = f"{trainer.state.best_metric:.4g} of step {trainer.state.best_global_step}"
@@ -110,9 +111,9 @@ class BestModel(TrainerCallback):
             self._file.unlink(missing_ok=True)
             return
         facts: dict[str, Any] = {"best_step": state.best_global_step, "best_eval_reward": state.best_metric}
-        if self._stopping:
-            facts["evaluations_since_best"] = self._stopping.early_stopping_patience_counter
-            facts["stopped_early"] = self._stopping.has_run_out
+        if self._early_stopping:
+            facts["evaluations_since_best"] = self._early_stopping.early_stopping_patience_counter
+            facts["stopped_early"] = self._early_stopping.has_run_out
         write_json(self._file, facts)
 
     def name_checkpoint(self) -> None:
@@ -123,7 +124,7 @@ class BestModel(TrainerCallback):
         self._trainer.state.best_model_checkpoint = None if self.checkpoint is None else str(self.checkpoint)
 
     def finish(self) -> None:
-        """Let transformers find the best checkpoint at the end of the training. Print a note if there is none."""
+        """Let transformers find the best checkpoint at the end of the training. Print a note if it should but can't."""
         self.name_checkpoint()
         if self._keeps and self.checkpoint is None and self._trainer.accelerator.is_main_process:
             print("grpo: no evaluation was completed, so the model is from the last step", flush=True)
@@ -131,7 +132,8 @@ class BestModel(TrainerCallback):
     def load(self, load: Callable[[], None]) -> None:
         """Load the weights of the best checkpoint with ``load``, transformers' method. Called by every rank.
 
-        vLLM gets them with the next transfer. Raise ValueError if the checkpoint is missing or damaged.
+        Do nothing without a best checkpoint, or if it is of the last step. vLLM gets the weights with the next
+        transfer. Raise ValueError if the checkpoint is missing or damaged.
         """
         trainer, checkpoint = self._trainer, self.checkpoint
         step, last_step = trainer.state.best_global_step, trainer.state.global_step

@@ -293,7 +293,10 @@ class Preemption:
                 raise Stopped
 
     def record_completed_step(self) -> None:
-        """Copy the completed step's state, except model and optimizer. Then raise ``Stopped`` on a stop request."""
+        """Copy the completed step's state, except model and optimizer. Then raise ``Stopped`` on a stop request.
+
+        Do nothing after the last step.
+        """
         if self._stoppable:
             self._last_step = self._trainer.checkpoints.state(), capture_random_states()
             self.stop_if_agreed()
@@ -348,7 +351,10 @@ def ended_by_callback(checkpoint: str | None) -> bool:
 
 
 def copy_containers(value: Any) -> Any:
-    """Return copies of dictionaries, lists, deques (as lists) and tensors. Return other values unchanged."""
+    """Return a copy of a dict and its values, a list, a deque (as a list) or a tensor. Return other values unchanged.
+
+    The items of a list or deque are not copied.
+    """
     if isinstance(value, dict):
         return {name: copy_containers(item) for name, item in value.items()}
     if isinstance(value, list | deque):

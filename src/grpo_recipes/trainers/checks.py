@@ -135,7 +135,10 @@ class Checks:
         return describe_logprob_error(trainer.rollouts.bridge, difference or 0.0, choose_logprob_tolerance(trainer))
 
     def _measure_probe_difference(self) -> float | None:
-        """Sample a completion of the last prompt at temperature 1, and return its mean |trainer - server| log-prob."""
+        """Return the mean |trainer - server| log-prob of a completion of the last prompt, sampled at temperature 1.
+
+        NaN and None as in ``measure_logprob_difference``. Before the first prompt, the end token is the prompt.
+        """
         trainer = self._trainer
         prompt = self._prompt or [trainer.processing_class.eos_token_id]
         ids, logprobs = trainer.rollouts.probe(prompt)
@@ -256,7 +259,7 @@ class Scoring:
         return math.floor(self.max_unscored * rows + 1e-9)  # 0.29 of 100 is 29, not 28
 
     def mark_failed(self, rewards_BR: torch.Tensor) -> None:
-        """Set all rewards of completions that the server did not return to NaN, in place.
+        """Set all rewards of completions that the server did not return to NaN, in place, and log their fraction.
 
         In training, raise TooManyWithoutVerdict if they are more than the accepted fraction.
         """

@@ -150,7 +150,7 @@ def _build_configs(recipe: Recipe, sources: Assets) -> tuple[GRPOConfig, ModelCo
 
 
 def _check_teacher(check: DeepCheck) -> None:
-    """Raise ConfigError if the recipe's teacher has another tokenizer."""
+    """Raise ConfigError if the recipe's teacher has another tokenizer. Do nothing without a teacher on this machine."""
     if asset := check.sources.find_model(check.recipe.loss.teacher_model_name_or_path):
         check_teacher_tokenizer(asset.path, check.tokenizer(), check.args.trust_remote_code)
 

@@ -141,8 +141,8 @@ def exit_if_stopped(stop: StopRequest, run: Path, device: torch.device) -> None:
 def load_callbacks(specs: Iterable[str], copies: Path | None = None) -> list[TrainerCallback]:
     """Load the callback classes of a recipe, ``module:Class`` or ``file.py:Class``, and return an object of each.
 
-    With the folder ``copies``, files run from the copies in it, which the launch made. Raise ConfigError for other
-    objects.
+    With the folder ``copies``, files run from the copies in it, which the launch made. Raise ConfigError for an object
+    that is not a subclass of TrainerCallback, or needs arguments.
     """
     callbacks: list[TrainerCallback] = []
     for spec in specs:

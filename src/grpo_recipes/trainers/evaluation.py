@@ -48,8 +48,12 @@ class Evaluation:
         ] = {}  # by set: written for this step by an earlier attempt
         self.owed = False  # whether the run was stopped in an evaluation that was due
 
-    def set_name(self, eval_dataset: Any, prefix: str) -> str | None:
-        """Return a set's name in ``eval.jsonl``: its key in a dict, or the prefix. None for the trainer's own set."""
+    def get_set_name(self, eval_dataset: Any, prefix: str) -> str | None:
+        """Return the name of an evaluation's set in ``eval.jsonl``, or None for the trainer's own set.
+
+        A key of the trainer's sets is its own name. Other sets are named by the prefix without "eval_", or "other" if
+        it is the default prefix.
+        """
         if eval_dataset is None or eval_dataset is self._trainer.eval_dataset:
             return None
         if isinstance(eval_dataset, str):  # the key of one of the trainer's own sets

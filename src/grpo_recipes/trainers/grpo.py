@@ -281,7 +281,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return rewards_BR
 
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
-        """Return advantages, (P, G), of all ranks. None keeps those in ``output``: TRL's, or those set here."""
+        """Set the estimator's or the source's advantages in ``output``; return None. Subclasses may return (P, G)."""
         if self.args.advantage_estimator != "group":
             replace_advantages(self, output, estimate_advantages(self))
         if self.source is not None and (advantages := self.source.token_advantages(self, output)) is not None:
@@ -361,7 +361,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Check the weights after a step, log, save and evaluate. Save too if a callback ends the training.
+        """Log, save and evaluate after a step. Save too if a callback ends the training. NotFinite for bad weights.
 
         Then raise Stopped if a stop was requested. At the end of an epoch, ``_run_epoch`` does that.
         """
@@ -393,7 +393,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     # Before each generation TRL sends the weights of a new step; _generate_and_score_completions checks them.
 
     def serve_final_weights(self) -> None:
-        """Send the weights of the last step to vLLM, on every rank. Raise WeightsDiffer if it does not have them."""
+        """Set the model to eval; send vLLM the last weights if it lacks them. Raise WeightsDiffer if others arrive."""
         self.model.eval()
         sent = self.rollouts.serve_weights()
         if sent and self.rollouts.guarded and (error := self.checks.check_final_weights()):
@@ -438,7 +438,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         The rows of sets other than ``self.eval_dataset`` have ``set``, which is the key in the dict or the prefix, and
         metrics such as ``eval_<set>_reward``. A stop request before the end returns no metrics and writes no row.
         """
-        name = self.evaluation.set_name(eval_dataset, metric_key_prefix)
+        name = self.evaluation.get_set_name(eval_dataset, metric_key_prefix)
         if name in self.evaluation.earlier_metrics:
             return dict(self.evaluation.earlier_metrics[name])
         metrics: dict[str, float] = {}

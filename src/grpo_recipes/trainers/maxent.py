@@ -154,10 +154,10 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         )
 
     def _judge_answers(self, rewards_PG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return masks of the answers known to be right or wrong, and of the right ones, both (P, G).
+        """Return two masks, (P, G): answers that are known to be right or wrong, and answers that are right.
 
-        Without an accuracy reward, an answer above the group's mean counts as right. In a group of equal rewards, none
-        is known.
+        Without an accuracy reward, an answer above the group's mean counts as right and others as wrong. In a group of
+        equal rewards, none is known.
         """
         if (verdicts := accuracy(self.rewards_BR, self.reward_func_names)) is not None:
             judged_B, right_B = verdicts

@@ -48,7 +48,8 @@ class MicroBatches:
     def sort(self, parts: list[Rows]) -> list[Rows]:
         """Return the micro-batches of a generation with the rows of each step sorted. Called by every rank.
 
-        The longest rows come first: a run that does not fit in memory fails in its first pass.
+        The longest rows come first: a run that does not fit in memory fails in its first pass. Return ``parts`` as they
+        are without ``trim_padding``, if the order matters, with images, or if a step has one micro-batch.
         """
         if not self._sorts or self._window == 1 or "num_images" in parts[0]:
             return parts

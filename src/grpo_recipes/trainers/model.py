@@ -49,7 +49,10 @@ def load_tokenizer(model_args: ModelConfig, args: GRPOConfig) -> PreTrainedToken
 
 
 def model_init_kwargs(model_args: ModelConfig, args: GRPOConfig) -> dict[str, Any]:
-    """Return arguments of ``from_pretrained`` for the trained model and its reference."""
+    """Return the arguments of ``from_pretrained`` for the trained model and its reference, without any that is None.
+
+    The recipe's ``model_init_kwargs`` override its revision, dtype and attention implementation.
+    """
     from_recipe = {"dtype": model_args.dtype, "attn_implementation": model_args.attn_implementation}
     kwargs = {"revision": model_args.model_revision, **from_recipe, **(args.model_init_kwargs or {})}
     return {name: value for name, value in kwargs.items() if value is not None}
@@ -98,8 +101,10 @@ def configured_reference(args: GRPOConfig) -> Iterator[None]:
 
 @contextmanager
 def loaded_by_every_rank(args: GRPOConfig) -> Iterator[None]:
-    """Let every rank read the weights from disk in the block, in which a reference or a teacher is loaded."""
-    # With efficient loading only rank 0 reads them, and FSDP2 never sends a frozen model to the other ranks.
+    """In the block, turn off FSDP's efficient loading if the recipe has a reference or a teacher.
+
+    With it only rank 0 reads weights from disk, and FSDP2 never sends a frozen model to the other ranks.
+    """
     name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
     setting = os.environ.get(name)
     if setting is not None and (args.beta != 0.0 or args.teacher_model_name_or_path):
@@ -114,7 +119,8 @@ def loaded_by_every_rank(args: GRPOConfig) -> Iterator[None]:
 def save_reference(trainer: InnerTrainer, folder: Path) -> None:
     """Write the reference model, which ``sync_ref_model`` updates, into a checkpoint. Called by every rank.
 
-    On a resume, TRL would load the initial model.
+    Under FSDP and ZeRO-3 each rank writes its shard, otherwise only rank 0 writes. On a resume, TRL would load the
+    initial model.
     """
     if shards_weights(trainer.accelerator) or trainer.accelerator.is_main_process:
         shards = [get_local_shard(parameter) for parameter in _get_reference(trainer).parameters()]
@@ -122,7 +128,10 @@ def save_reference(trainer: InnerTrainer, folder: Path) -> None:
 
 
 def load_reference(trainer: InnerTrainer, folder: Path) -> None:
-    """Copy the reference in a checkpoint into the trainer's. Raise FileNotFoundError if the checkpoint has none."""
+    """Copy the reference in a checkpoint into the trainer's reference model, in place.
+
+    Raise FileNotFoundError if this rank's file is missing.
+    """
     path = _get_reference_file(trainer, folder)
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: sync_ref_model was not on when the checkpoint was made")
@@ -178,9 +187,10 @@ def build_without_weights(model_args: ModelConfig, trust_remote_code: bool) -> P
 
 
 def check_adapter(model: PreTrainedModel, config: LoraConfig) -> int:
-    """Add the adapter to a model without weights, and return how many layers get one.
+    """Add the adapter to a model without weights, in place, and return how many layers get one.
 
-    Raise ConfigError for names that the model does not have, and for tied layers that would be trained whole.
+    Raise ConfigError for names that the model does not have, for tied layers that would be trained whole, and for
+    configs that PEFT rejects.
     """
 
     def layers_called(name: str) -> list[nn.Module]:  # PEFT compares with the whole path of a layer, or its end

@@ -72,7 +72,7 @@ def compute_in_trimmed_passes(
 
 
 def group_rows(lengths: Sequence[int], most: float, padding_free: bool = False) -> list[list[int]]:
-    """Group rows, given by their lengths, into passes, longest first.
+    """Return the row indices of each pass, for rows with these lengths, longest first.
 
     With padding, a pass has at most ``most`` tokens, and at most ``MOST_FED`` per real token. ``padding_free`` counts
     only real tokens. A row that is longer than ``most`` has its own pass.
@@ -168,7 +168,10 @@ class SharedComputation:
             self._is_shared, self._computed = False, None
 
     def reuse(self, compute: Callable[[], Computed]) -> Computed:
-        """Return the shared log-probs if there are any; else compute them."""
+        """Return the log-probs that a call in the same ``shared`` block computed, or else those of ``compute``.
+
+        Pass them to the function of ``reading`` too.
+        """
         computed = self._computed or compute()
         if self._is_shared:
             self._computed = computed

@@ -106,7 +106,7 @@ def wait_for_all_ranks(run_dir: Path, device: torch.device, seconds: float | Non
     """Wait until all ranks have arrived here. Raise RuntimeError if one is missing, for example on a broken network.
 
     With gloo, the error names the missing ranks and their nodes. ``seconds`` is the time limit, by default the plan's.
-    Ranks may import torch and TRL from a cold file system.
+    Without torch.distributed, return at once. Ranks may import torch and TRL from a cold file system.
     """
     if not torch.distributed.is_initialized():
         return

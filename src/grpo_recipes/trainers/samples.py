@@ -50,15 +50,15 @@ def write_samples(
                 "reward": totals[row],
                 "rewards": dict(zip(names, map(_round_or_none, rewards_BR[row].tolist()), strict=True)),
                 "advantage": _round_or_none(advantages[row]),
-                **(episode or _measure(trainer, completion_ids, row)),
+                **(episode or _measure_length(trainer, completion_ids, row)),
                 **_record_tokens(trainer, completion_ids, output, row),
             }
         )
     append_json(file, {"step": trainer.state.global_step + 1, "rewards": totals, "samples": samples})
 
 
-def _measure(trainer: InnerTrainer, completion_ids: list[list[int]], row: int) -> dict[str, Any]:
-    """Return the number of tokens of a completion, and whether it was truncated; {} for a row of another rank."""
+def _measure_length(trainer: InnerTrainer, completion_ids: list[list[int]], row: int) -> dict[str, Any]:
+    """Return ``tokens``, the length of a completion, and ``truncated``; {} if it is empty or of another rank."""
     if row >= len(completion_ids) or not completion_ids[row]:
         return {}
     ends = [*trainer.eos_token_ids, trainer._tokenizer.pad_token_id]  # as in TRL's metrics
@@ -68,10 +68,11 @@ def _measure(trainer: InnerTrainer, completion_ids: list[list[int]], row: int) -
 def _record_tokens(
     trainer: InnerTrainer, completion_ids: list[list[int]], output: dict[str, Any], row: int
 ) -> dict[str, Any]:
-    """Return the first 512 tokens of a completion as ``token_view``: texts, with lists of their other values as text.
+    """Return ``token_view`` with the first 512 tokens of a completion: their text, lengths, advantages and log-probs.
 
-    ``advantages`` has stretches of tokens with one advantage, such as "40:0.5 12:-". A hyphen marks tokens that are not
-    trained. Return {} for a row of another rank, and for a text with a secret, because its tokens can't be masked.
+    All are strings: ``text`` is joined, ``lengths`` are each token's characters, and ``advantages`` are runs of equal
+    values, such as "40:0.5 12:-", with a hyphen for tokens that are not trained. Return {} for an empty completion, a
+    row of another rank, and a text with a secret, because its tokens can't be masked.
     """
     tokenizer, ids = trainer._tokenizer, completion_ids[row] if row < len(completion_ids) else []
     if not ids or contains_secret(tokenizer.decode(ids)):
@@ -117,12 +118,12 @@ def _read_first_prompts(file: Path) -> set[str]:
 
 
 def choose_rows(totals: list[float | None], group: int, answered: int, count: int, first_group: int = 0) -> list[int]:
-    """Choose ``count`` rows by their rewards, (B,), to show: from the first group and the group with most spread.
+    """Return the indices of ``count`` rows to show, half from the group that begins at row ``first_group``.
 
-    ``first_group`` is the row at which another group begins that takes the part of the first group.
-
-    Only groups that begin in the first ``answered`` rows count, because rank 0 knows their answers. The rows of a group
-    come in the order best, worst, second best, and so on.
+    The other half comes from the other group with the largest difference in ``totals``, the rewards, (B,). Without
+    another group, all come from the first. ``group`` is the size of groups. Only groups that begin in the first
+    ``answered`` rows count, because rank 0 knows their answers. The rows of a group come in the order best, worst,
+    second best, and so on.
     """
 
     def spread(start: int) -> float:
