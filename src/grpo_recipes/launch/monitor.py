@@ -123,7 +123,11 @@ class StopSignals:
         self._can_save = can_save
 
     def _handle(self, signum: int, _: object) -> None:
-        """Record a signal, and request a save or raise StoppedAtOnce as the class describes."""
+        """Record a signal, and create the stop file if the trainers can save, or else raise StoppedAtOnce.
+
+        The same signal again raises StoppedAtOnce too, except USR1. A repetition within a second, and any signal while
+        signals are deferred, is only recorded. SIGTERM and SIGHUP set a deadline for the save, in 20 seconds.
+        """
         now, is_repeated = time.monotonic(), signum in self.received and signum != signal.SIGUSR1
         is_same = now - self._last_times.get(signum, -math.inf) < self._same_signal_seconds
         self._last_times[signum] = now
@@ -327,7 +331,7 @@ class Monitor:
                 self._printed_step, self._printed_samples = row["step"], self._printed_samples + 1
 
     def _show_activity(self, now: float) -> None:
-        """Show what the run does now (``current_activity``) and for how long, as the live line of a terminal.
+        """Show what the run does now (``find_current_activity``) and for how long, as the live line of a terminal.
 
         Until the first step, also print a line for each change.
         """

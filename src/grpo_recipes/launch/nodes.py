@@ -166,7 +166,7 @@ class RemoteChild(StartedProcess):
         workers.send("start", [process.node], name=name, process=asdict(process))
 
     def state(self) -> State:
-        # Without the channel, the process is lost, even if its newest report says otherwise.
+        """Return the state in the newest report of the process's node. If a worker is lost, the process is lost."""
         report, workers = self._workers.reports.get(self._key), self._workers
         state = State.of_json(report["state"]) if report else State()
         if workers.alive():
@@ -174,6 +174,7 @@ class RemoteChild(StartedProcess):
         return replace(state, alive=False, lost=state.lost or Ending(1, workers.ending()))
 
     def end(self) -> None:
+        """Let the process's node end it, wait for the answer, at most 60 seconds, and forget its reports."""
         with contextlib.suppress(ConfigError):  # ``NodeWorkers.alive`` detects a silent worker
             self._workers.ask("end", [self.process.node], name=self._key[2])
         self._workers.reports.pop(self._key, None)

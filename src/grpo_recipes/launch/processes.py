@@ -152,7 +152,7 @@ class Child(StartedProcess):
         return State(alive, record.get("pid"), record.get("exit"), lost, ranks)
 
     def end(self) -> None:
-        """Kill the guard, its command and their descendants."""
+        """End the command and all descendants by SIGTERM, then SIGKILL after 3 s; kill the guard if it runs 15 s on."""
         # If the guard was killed, its children are orphans, which this process has adopted.
         orphans = [child for child in tree.descendants() if child.pid in self._watched]
         parents = [self.guard_pid, *(orphan.pid for orphan in orphans)]
@@ -162,7 +162,7 @@ class Child(StartedProcess):
             self._popen.wait(_GUARD_SECONDS)
         self._popen.kill()
 
-    def _exit_code_within(self, seconds: float) -> int | None:
+    def _wait_for_exit_code(self, seconds: float) -> int | None:
         """Wait for the command's exit code in the guard's record; return None if there is none within ``seconds``."""
 
         def read_code() -> int | None:
@@ -181,7 +181,7 @@ class Child(StartedProcess):
         command, label = rundir.read_json(self._record).get("pid"), self.process.label + self._node_suffix
         gone = [pid for pid in self._watched if not tree.is_alive(pid)]
         if gone:
-            code = self._exit_code_within(2) if command in gone else None
+            code = self._wait_for_exit_code(2) if command in gone else None
             engines = [pid for pid in gone if pid != command]
             if engines and (code is None or code >= 0):
                 return ending_from_exit(f"{self._watched[engines[0]]} (pid {engines[0]})", None)
@@ -209,10 +209,10 @@ class Child(StartedProcess):
         ended = gone or any(record.get("exit") == EXIT_STOPPED for record in records)
         command = rundir.read_json(self._record).get("pid")
         single = {command} & {record["pid"] for record in records}  # one rank runs in accelerate's process
-        orphaned = bool(ended) and not single and (self._exit_code_within(0.3) or 0) < 0
+        orphaned = bool(ended) and not single and (self._wait_for_exit_code(0.3) or 0) < 0
         deadline = time.monotonic() + _PRINTED_SECONDS  # for all ranks together
         for pid in gone & single - self._rank_codes.keys():
-            self._rank_codes[pid] = self._exit_code_within(2)
+            self._rank_codes[pid] = self._wait_for_exit_code(2)
         for pid in gone - self._rank_codes.keys():
             self._rank_codes[pid] = None if orphaned else self._find_printed_code(pid, deadline)
         return [

@@ -310,7 +310,7 @@ def _prove_identity(connection: socket.socket, meeting: Meeting, command: Messag
 
 
 def _read_key(file: Path) -> bytes | None:
-    """Return the key from a file that only this user can read; None if no such file appears within seconds."""
+    """Return the key from a file that only this user can read; None if no such file appears within 10 seconds."""
 
     def read() -> bytes | None:
         with contextlib.suppress(OSError), file.open("rb") as key_file:
@@ -324,7 +324,10 @@ def _read_key(file: Path) -> bytes | None:
 
 @contextlib.contextmanager
 def _key_file(folder: Path) -> Iterator[tuple[Path, bytes]]:
-    """Write a new key to a file that only this user can read, and remove the file at the end of the block."""
+    """Write a new key to a file in ``folder`` that only this user can read, and yield path and key.
+
+    Remove the file at the end of the block. Raise ConfigError if the folder can't be written.
+    """
     file, key = folder.absolute() / f"{_KEY_PREFIX}{secrets.token_hex(8)}", secrets.token_bytes(32)
 
     def to_config_error(error: OSError) -> ConfigError:

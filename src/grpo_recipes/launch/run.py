@@ -185,7 +185,7 @@ def _prepare_launch(
 
 
 def _print_dry_run(options: resolve.Options, resources: Resources) -> int:
-    """Print the plan and the environment of each process, without creating anything."""
+    """Print the plan and the environment of each process, without creating anything. Return 0."""
     run, recipe = resolve.resolve_run(options, resources)
     names = resolve.choose_names(recipe, run)
     sources = find_assets(recipe, os.environ, run.identity.get("sources") if run else None)
@@ -245,10 +245,7 @@ def _replace_effect_of_sigterm(ending: Ending, stop: StopSignals) -> Ending:
 
 
 def make_smoke_task(attempt: Attempt) -> Ending | None:
-    """Create the built-in smoke models and data that the recipe uses, if they do not exist.
-
-    Return an ending if this fails, else None.
-    """
+    """Create the built-in smoke models and data that the recipe uses, if missing. Return an ending if this fails."""
     keys = ("model_name_or_path", "dataset_name", "eval_dataset_name")
     for name in dict.fromkeys(attempt.recipe[key] or "" for key in keys):
         if not name.startswith(SMOKE_SCHEME):
@@ -498,6 +495,7 @@ class Supervisor:
         return None
 
     def _wait_until_serving(self, alive: Callable[[], bool], server: Child) -> None:
+        """Wait until vLLM has loaded its model, and write its state "ready". Raise NotReady if it fails or is late."""
         attempt = self._attempt
         host, port, token = attempt.server_address()
         timeout, size = attempt.plan.server_timeout, attempt.plan.weight_bytes
@@ -508,6 +506,7 @@ class Supervisor:
         say(f"server ready after {waited:.0f} s on {host}:{port}")
 
     def _wait_until_answering(self, alive: Callable[[], bool], child: Child) -> None:
+        """Wait until a process answers at its ``ready_url``. Raise NotReady if it ends or does not answer in time."""
         url, name = child.process.ready_url, child.process.label
         waited = wait_until_answering(alive, child.guard_pid, url, name, MEETING_SECONDS)
         say(f"{name} ready after {waited:.0f} s on {urlsplit(url).netloc}")

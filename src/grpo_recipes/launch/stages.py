@@ -46,7 +46,8 @@ def run_stages(
 def list_later_stages(options: Options, resources: Resources) -> list[Options]:
     """Return the options of the recipes after the first, which start from the first recipe's model for now.
 
-    Raise ConfigError if one of these recipes is wrong, before the first run takes hours.
+    Check and plan each, and download its missing models and datasets. Raise ConfigError if one of these recipes is
+    wrong, before the first run takes hours. Without later recipes, return an empty list.
     """
     if not options.then or options.recipe is None:
         return []

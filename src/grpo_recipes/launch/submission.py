@@ -275,7 +275,10 @@ def with_site_run_root(recipe: Recipe, profile: Profile) -> Recipe:
 
 
 def _check_deep(path: Path, task: str | None, flags: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run `grpo check --deep` in a separate process, because it imports torch; raise ConfigError with its problems."""
+    """Run `grpo check --deep` in a separate process, because it imports torch; raise ConfigError with its problems.
+
+    Raise ConfigError too if it takes more than 10 minutes or prints no result.
+    """
     options = ["--deep", "--json", *(["--task", task] if task else [])]
     argv = module_command("grpo_recipes", "check", str(path), *options, *flags)
 

@@ -79,8 +79,8 @@ def base_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def run_environment(environment: Mapping[str, str], scratch: Scratch, run_dir: Path, mark: str) -> dict[str, str]:
     """Return the variables that a run adds to the user's ``environment`` for all its processes.
 
-    ``scratch`` has the node-local folders, which are removed at the end of the attempt. ``mark`` is the value of
-    GRPO_RUN, which identifies every process of the run.
+    Folders and settings that the user has exported are left out, except TMPDIR. ``scratch`` has the node-local folders,
+    which are removed at the end of the attempt. ``mark`` is the value of GRPO_RUN, which identifies every process.
     """
     cache = cache_root(environment)
     defaults = {

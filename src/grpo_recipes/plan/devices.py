@@ -86,7 +86,10 @@ class Resources:
     gpu_gib: float | None = None  # memory of the smallest GPU; None if unknown
 
     def on_nodes(self, count: int) -> Resources:
-        """Return the resources of ``count`` nodes that are all like this node, with placeholders as their addresses."""
+        """Return the resources of ``count`` nodes that are all like this node, with placeholders as their addresses.
+
+        For a single node, the result's ``nodes`` is empty.
+        """
         nodes = [Node(self.gpus, self.cores, f"ADDRESS_OF_NODE_{index}") for index in range(count)]
         return replace(self, nodes=tuple(nodes) if count > 1 else ())
 

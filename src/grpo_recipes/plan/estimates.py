@@ -41,10 +41,10 @@ def estimate_memory(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> dict[s
 
 
 def find_needs(work: Workload, gpu: int | None) -> dict[str, Need]:
-    """Return the need of a training process and of the server, if any, compared with their parts of a GPU.
+    """Return the need of ``trainer``, one process, and of ``server``, vLLM if the run has one, also inside trainers.
 
-    ``gpu`` is the memory of one GPU. On a GPU with a trainer, vLLM takes its share first, or with sleep mode only
-    during generations. A server needs at least the KV cache of a sequence of maximal length.
+    ``gpu`` is the bytes of one GPU, or None. On a GPU with a trainer, vLLM takes its share first, or with sleep mode
+    only during generations. A server needs at least the KV cache of a sequence of maximal length.
     """
     share = work["vllm_gpu_memory_utilization"]
     trainer_share = 1 - (share if work.one_gpu and not work.sleeps else 0)

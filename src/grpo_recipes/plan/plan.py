@@ -251,7 +251,7 @@ def _choose_mode(recipe: Recipe, resources: Resources) -> str:
     """Return the source of completions: ``server``, ``colocate`` (vLLM in the trainers), ``transformers`` or EXTERNAL.
 
     With a single GPU, ``colocate`` replaces a server that the recipe does not set explicitly. Raise ConfigError if a
-    server is needed but has no GPU, or if a node has no GPU in a CUDA environment.
+    server is needed but has no GPU, if a node has no GPU in a CUDA environment, or if a setting can't work on CPU.
     """
     nodes = resources.all_nodes()
     node_without_gpu = next((index for index, node in enumerate(nodes) if not node.gpus), None)

@@ -177,7 +177,7 @@ class Workload(dict[str, Any]):
 
     @property
     def autocast_copies(self) -> int:
-        """16-bit copies of float32 weights that autocast keeps during a forward pass.
+        """Bytes of the 16-bit copies of float32 weights that autocast keeps during a forward pass.
 
         Without gradient checkpointing, the backward pass uses the same copies. With gradient checkpointing, autocast
         keeps no copies of frozen weights. TRL converts the output layer tile by tile.
@@ -189,7 +189,7 @@ class Workload(dict[str, Any]):
 
     @property
     def states(self) -> int:
-        """Optimizer states on one process; with DeepSpeed, also its float32 copy of the weights."""
+        """Bytes of the optimizer states on one process; with DeepSpeed, also of its float32 copy of the weights."""
         name = self["optim"].removeprefix("paged_")
         states = 0 if name in ("adafactor", "sgd") else 1 if name.startswith(("lion", "adagrad", "rmsprop")) else 2
         states += name.startswith("ademamix")  # AdEMAMix has three states
@@ -205,17 +205,17 @@ class Workload(dict[str, Any]):
 
     @property
     def working(self) -> int:
-        """Working space of one layer, with its input and output in float32."""
+        """Bytes of the working space of one layer, with its input and output in float32."""
         return 3 * self.pass_tokens * int(self["intermediate"] * self.computed + self["hidden"] * 4)
 
     @property
     def layer_inputs(self) -> int:
-        """Inputs of all layers, which gradient checkpointing keeps for the backward pass."""
+        """Bytes of the inputs of all layers, which gradient checkpointing keeps for the backward pass."""
         return int(self["layers"] * self["hidden"]) * self.pass_tokens * self.element
 
     @property
     def activations(self) -> int:
-        """Results of the forward pass that the backward pass needs, and the working space of its current layer."""
+        """Bytes of results that the backward pass needs from the forward pass, and of a layer's working space."""
         computed, element = self.computed, self.element
         tokens = self.pass_tokens
         # A norm saves its input in float32, the normalized input and its output.
@@ -229,7 +229,7 @@ class Workload(dict[str, Any]):
 
     @property
     def output_layer(self) -> int:
-        """Memory of TRL's log-probs: a tile of logits, hidden states, and the layer's gradients in float32."""
+        """Bytes for TRL's log-probs: a tile of logits, hidden states, and the layer's gradients in float32."""
         on_cpu = self["device"] == "cpu"
         # The Triton kernel only processes the scored tokens.
         rows = self.pass_tokens if on_cpu else self.pass_tokens * self["completion"] // self["sequence"]
@@ -239,12 +239,12 @@ class Workload(dict[str, Any]):
 
     @property
     def output_gradient(self) -> int:
-        """Gradient of the output layer in float32; for 16-bit weights, also a 16-bit gradient."""
+        """Bytes of the output layer's gradient in float32; for 16-bit weights, also in 16 bits. 0 with LoRA."""
         return 0 if self["use_peft"] else self["embedding"] * (4 + (self.element if self.element < 4 else 0))
 
     @property
     def packed_buffers(self) -> int:
-        """vLLM's two buffers for weight transfers by NCCL, on rank 0 and on each of the server's GPUs."""
+        """Bytes of vLLM's two buffers for NCCL transfers, on rank 0 and each GPU of the server. 0 for other methods."""
         most = 2 * GIB + self.element * self["embedding"]  # a buffer is sent as soon as it exceeds 1 GiB
         return min(self.element * self["parameters"], most) if self["bridge"] == "nccl" else 0
 
@@ -318,7 +318,7 @@ class Workload(dict[str, Any]):
         return {name: size * (1 if name == "libraries" else self.get("replicas", 1)) for name, size in parts.items()}
 
     def sequence_cache(self, length: int) -> int:
-        """Return the KV cache of one sequence of ``length`` tokens on one of the server's GPUs."""
+        """Return the bytes of the KV cache of one sequence of ``length`` tokens on one of the server's GPUs."""
         keys = max(self["keys"] // max(1, self["kv_heads"]), self["keys"] // self["vllm_tensor_parallel_size"])
         return int(length * 2 * self["layers"] * keys * self.served)
 

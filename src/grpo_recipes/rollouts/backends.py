@@ -245,7 +245,10 @@ class VllmRollouts(Rollouts):
 
     @contextmanager
     def resending_weights(self) -> Iterator[None]:
-        """After the block, restore the number of the loaded step, and let vLLM sleep if sleep mode is on."""
+        """After the block, restore the number of the loaded step, so that the next generation sends the weights again.
+
+        Also let vLLM sleep if sleep mode is on.
+        """
         loaded_step = self._trainer.loaded_step
         try:
             yield

@@ -108,7 +108,7 @@ class Renderer:
 
 
 def _find_common_end(first: Tokens, second: Tokens) -> Tokens:
-    """Return the longest common suffix of two sequences that differ."""
+    """Return the longest common suffix of two sequences that differ; empty if one is the end of the other."""
     pairs = zip(reversed(first), reversed(second), strict=False)
     length = next((index for index, (token, other_token) in enumerate(pairs) if token != other_token), 0)
     return first[len(first) - length :]

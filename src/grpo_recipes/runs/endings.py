@@ -171,9 +171,10 @@ def checkpoints(run: Run) -> Finding:
 
 
 def server_log(run: Run) -> Finding:
-    """Check that the server's log exists and is not empty, and find the error if the server died while starting.
+    """Check the server's log, and find the error if the server died while starting. Ok for a run without a server.
 
-    An empty log of a run without steps means that the server did not start, perhaps because it got no GPUs.
+    Warning: no log was found. Problem: the server died, or its log is empty and the run has no steps. Then the server
+    did not start, perhaps because it got no GPUs.
     """
     if not any(process.get("role") == "server" for process in run.plan.get("processes", [])):
         return ok("no server in this run")
@@ -192,7 +193,10 @@ def server_log(run: Run) -> Finding:
 
 
 def out_of_memory(run: Run) -> Finding:
-    """Check whether GPU or host memory ran out, or the kernel killed a process; the fix names the keys to change."""
+    """Check whether GPU or host memory ran out, or the kernel killed a process (problem); the fix names keys to change.
+
+    Otherwise ok, also if there are no logs to search.
+    """
     when = f"after {len(run.rows)} steps" if run.rows else "before the first step"
     for role, text in run.texts.items():
         if re.search(_MEMORY_GPU, text):
@@ -249,7 +253,10 @@ def weights_guard(run: Run) -> Finding:
 
 
 def known_messages(run: Run) -> Finding:
-    """Check the logs of an unsuccessful run for ``MESSAGES``, known messages with a cause outside the recipe."""
+    """Check the logs of an unsuccessful run for ``MESSAGES``, known messages with a cause outside the recipe (problem).
+
+    Ok for a completed run, and if no message is found.
+    """
     if run.summary.get("status") == "completed":
         return ok("the run completed")
     texts = {**run.texts, "summary": run.cause}

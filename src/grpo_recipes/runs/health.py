@@ -173,7 +173,10 @@ def average_first_and_last(rewards: Sequence[float]) -> tuple[float | None, floa
 
 
 def summarize_rewards(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return the initial and the final reward of rows of ``metrics.jsonl``, and without any reward also their loss."""
+    """Return ``initial_reward`` and ``final_reward`` of rows of ``metrics.jsonl``; both are None without rows.
+
+    If no row has a reward, also return ``initial_loss`` and ``final_loss``.
+    """
 
     def average(name: str) -> dict[str, float | None]:
         first, last = average_first_and_last(drop_missing(finite_number(row.get(name)) for row in rows))

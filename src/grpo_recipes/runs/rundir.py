@@ -155,6 +155,7 @@ class Run:
 
 
 def _read_ends(path: Path) -> str:
+    """Return the first 200 kB and the last 400 kB of a file as text, or all of a shorter file."""
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
         file.seek(max(len(head), path.stat().st_size - _TAIL_BYTES))
@@ -353,7 +354,7 @@ def write_last_json(path: Path, content: Any) -> None:
 
 
 def _overwrite(path: Path, text: str) -> bool:
-    """Overwrite a file within the blocks that it already has on the disk; return False if they are too few."""
+    """Overwrite a file within the blocks that it already has on the disk; return False if this is not possible."""
     content = text.encode()
     with contextlib.suppress(OSError), path.open("r+b") as file:
         if len(content) <= os.fstat(file.fileno()).st_blocks * 512:  # the unit of st_blocks on every disk
@@ -374,10 +375,7 @@ def load_json_mapping(source: str | bytes | Path) -> dict[str, Any] | None:
 
 
 def cut_damaged_end(text: bytes) -> bytes:
-    """Return a JSONL text up to its last valid row.
-
-    A kill truncates the last line, and a power loss leaves NUL bytes.
-    """
+    """Return a JSONL text up to its last valid row: a kill truncates the last line, and a power loss leaves NULs."""
     end = text.rfind(b"\n") + 1
     while end:
         line_start = text.rfind(b"\n", 0, end - 1) + 1
@@ -489,7 +487,8 @@ def finish_summary(folder: Path, **facts: Any) -> dict[str, Any]:
 
     ``summarize_rewards`` returns the initial and the final reward. ``initial_eval_reward`` and ``final_eval_reward``
     are the first and the last ``eval_reward``; rows of additional evaluation sets have none. Keys of ``best.json`` and
-    of the existing summary stay. A damaged row is skipped: it must not hide how the run ended.
+    of the existing summary stay. A damaged row is skipped: it must not hide how the run ended. Raise ConfigError if
+    another file is damaged.
     """
     rows = read_metrics(folder, lenient=True)
     eval_rewards = drop_missing(

@@ -16,7 +16,7 @@ from grpo_recipes.runs.rundir import load_json_mapping, read_json
 
 
 def read_server_state(file: Path) -> tuple[int, str]:
-    """Return epoch and state of the run's server from the file; (1, "ready") without the file."""
+    """Return epoch and state of the run's server from the file; (1, "ready") without it. ConfigError if damaged."""
     content = read_json(file) or {"epoch": 1, "state": "ready"}
     return int(content["epoch"]), str(content["state"])
 

@@ -106,7 +106,7 @@ class StopRequest:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Raise CutShort in the main thread when a request arrives; only if ``cutting_short`` is active too.
+        """Raise CutShort in the block when a request arrives, if ``cutting_short`` is active and ``listen`` was called.
 
         Call it from the main thread. Code that never returns to Python bytecode is not interrupted.
         """

@@ -267,7 +267,10 @@ class BridgeClient(SamplingSeeds, ServerConnection):
     # --- stop requests ---------------------------------------------------------------------------------------------
 
     def is_stopping(self, within: float = 0.0) -> bool:
-        """Return whether a stop request ends the current work, now or ``within`` so many seconds."""
+        """Return whether a stop request ends the current work; wait at most ``within`` seconds for a request.
+
+        A request ends only work inside ``StopRequest.cutting_short``. Once True, the result stays True.
+        """
         deadline = time.monotonic() + within
         while self.stop.may_cut and not self._stopping:
             self._stopping = self.stop.cuts()
@@ -336,7 +339,10 @@ class BridgeClient(SamplingSeeds, ServerConnection):
             self._served_version = self.policy_version
 
     def _empty_prefix_cache(self, version: int | None) -> None:
-        """Empty the cache as TRL does, and send the version. If a running request uses the cache, recompute it."""
+        """Empty the cache as TRL does, and send the version. If a running request uses the cache, recompute it.
+
+        Raise BadAnswer if the server does not empty it.
+        """
         paths = (self.cache_path, f"{self.cache_path}?reset_running_requests=true")
         headers = {} if version is None else {POLICY_HEADER: str(version)}
         if not any(self._post(f"{self.base_url}{path}", headers=headers).get("success") is True for path in paths):
@@ -379,7 +385,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
             priority = {"priority": index} if ordered else {}
             # The completions of a forward pass decide the last bits of log-probs, so they must not depend on the load.
             replica = index % self._replicas if ordered and self._replicas > 1 else None
-            return self._completions(prompts[index], n, {**kwargs, **seed, **priority, **extra}, replica)
+            return self._request_completions(prompts[index], n, {**kwargs, **seed, **priority, **extra}, replica)
 
         def sample_all() -> dict[str, Any]:
             """Send requests, a limited number at a time, and join the answers in the order of the prompts."""
@@ -419,7 +425,9 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         workers += [run_in_thread(work) for _ in range(min(self._args.max_concurrent_requests, len(indices)))]
         return workers
 
-    def _completions(self, prompt: Sequence[int], n: int, sampling: dict[str, Any], replica: int | None = None) -> Rows:
+    def _request_completions(
+        self, prompt: Sequence[int], n: int, sampling: dict[str, Any], replica: int | None = None
+    ) -> Rows:
         """Request ``n`` completions of a prompt; return ids and log-probs. Raise BadAnswer for another number.
 
         With ``replica=None``, vLLM chooses the replica of each completion.

@@ -31,11 +31,13 @@ class FileClient(BridgeClient):
         """Do nothing: the server reads files, so no channel is needed."""
 
     def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
+        """Write the weights with the number of this sync, and let the server load the file."""
         self._sync += 1
         write_weights(Path(os.environ["GRPO_SYNC_DIR"]), metadata, named_params, self._sync)
         self._repeat_through_restarts(self._resend)
 
     def _resend(self) -> None:
+        """Let every worker of the server load the file that was written last."""
         self.call_workers("grpo_load", folder=os.environ["GRPO_SYNC_DIR"])
 
 

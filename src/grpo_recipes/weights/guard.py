@@ -29,7 +29,8 @@ class WeightsDiffer(RuntimeError):
 def compute_sent_fingerprint(name: str, tensor: torch.Tensor, report: Mapping[str, Any]) -> torch.Tensor:
     """Return the fingerprint of a sent tensor, on its device, for comparison with a worker's report (``grpo_weights``).
 
-    The dtype and the unit are those of the server's parameter with this name, if there is one.
+    If the report has a parameter of this name, the tensor is first converted to its dtype, and the fingerprint uses its
+    unit (``choose_unit``).
     """
     server_name = find_server_name(name, report["parameters"], report["packed"])
     if server_name is None:

@@ -101,7 +101,10 @@ class LoraClient(BridgeClient):
         self.call_workers("grpo_load_adapter", folder=str(self._link), lora_id=self._lora_id)
 
     def _register_adapter(self) -> None:
-        """Load the adapter by vLLM's own request, which assigns its name and id, and store the id."""
+        """Load the adapter by vLLM's own request, which assigns its name and id, and store both for later requests.
+
+        Raise BadAnswer if the server rejects it, or if its workers use different ids.
+        """
         request = {"lora_name": ADAPTER, "lora_path": str(self._link)}
         answer = self.session.post(f"{self.base_url}{_LOAD_PATH}", json=request)  # the answer is plain text
         if answer.status_code != 200:
@@ -115,7 +118,7 @@ class LoraClient(BridgeClient):
         self.model = ADAPTER
 
     def _verify(self) -> None:
-        """Compare adapter and, once per server, base model with the trainer's; set ``checksum_error``."""
+        """With the guard, compare the adapter and, once per server, the base model, and set ``checksum_error``."""
         if not self._args.weight_guard:
             return
         assert self._model is not None

@@ -95,6 +95,7 @@ class SharedClient(BridgeClient):
         return dict(self._model.named_parameters())  # tied parameters once, as in vLLM
 
     def _verify(self) -> None:
+        """With the guard, compare the server's values with the trainer's parameters, and set ``checksum_error``."""
         if self._args.weight_guard:
             # The server and this process compute fingerprints at the same time.
             reports = run_in_thread(self._request_reports)
@@ -106,7 +107,10 @@ class SharedClient(BridgeClient):
             self.checksum_error = describe_checksum_error(self.bridge, [wrong], self._sync, [server_reports])
 
     def drain(self) -> None:
-        """Pause the server before an optimizer step: it finishes its requests and queues new ones."""
+        """Pause the server before an optimizer step: it finishes its requests and queues new ones.
+
+        Do nothing before the first sync.
+        """
         if self._model is not None:
             with self._ignoring_failures_while_stopping():
                 self._repeat_through_restarts(self._finish_requests)
@@ -120,7 +124,7 @@ class SharedClient(BridgeClient):
             self.pause("wait", timeout=limit)
 
     def release(self) -> None:
-        """Resume the server after an optimizer step, with the new weights and an empty prefix cache."""
+        """Resume the server after an optimizer step, with the new weights. Do nothing before the first sync."""
         if self._model is not None:
             self._finish_writing()
             with self._ignoring_failures_while_stopping():
@@ -135,11 +139,13 @@ class _PauseAroundStep(TrainerCallback):
         self._seconds = 0.0
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Pause the server, and store how long that took."""
         start = time.perf_counter()
         self._client.drain()
         self._seconds = time.perf_counter() - start
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Resume the server, and report the seconds that pausing and resuming took together."""
         start = time.perf_counter()
         self._client.release()
         self._add_seconds(self._seconds + time.perf_counter() - start)
