@@ -193,7 +193,10 @@ class AtroposClient:
             self._api.sleep(pause)
 
     def _check_registration(self, requested: Registration) -> None:
-        """Raise AtroposError unless run-api has the requested batch size, length limit and step."""
+        """Raise AtroposError unless run-api has the requested batch size, length limit and step.
+
+        The error explains whether run-api has another trainer, or received groups before any trainer registered.
+        """
         info, step = self.info(), self.status()["current_step"]
         if info["batch_size"] == -1:
             raise AtroposError(
@@ -261,7 +264,7 @@ class AtroposClient:
         """Send one request for a batch and count the result; return its groups, or None if run-api has no batch yet.
 
         Raise RequestFailed if there is no answer or a server error. Raise AtroposError if repeating the request cannot
-        help, e.g. because run-api has lost the registration.
+        help, e.g. because run-api has lost the registration. Raise WaitAborted if the run stops.
         """
         self._api.raise_if_stopped()
         try:

@@ -86,6 +86,7 @@ class Episode:
     """One row of a group: the token ids that the policy has read and written, with masks and log-probs."""
 
     def __init__(self, environment: "RecipeEnv", prompt: list[int]):
+        """Create an episode with the token ids of its prompt, none of them trained on, and without turns."""
         self._environment = environment
         self.tokens = list(prompt)
         self.masks = [MASKED] * len(prompt)
@@ -138,6 +139,7 @@ class RecipeEnv(BaseEnv):
     config: Any
 
     def __init__(self, config: RecipeEnvConfig, server_configs: list[Any], slurm: bool = False, testing: bool = False):
+        """Set ``config.wandb_name`` if it is missing; raise ConfigError if there is no chat template."""
         config.wandb_name = config.wandb_name or self.name or type(self).__name__
         super().__init__(config, server_configs, slurm, testing)
         self.tokenizer.chat_template = config.chat_template or self.tokenizer.chat_template
@@ -351,6 +353,7 @@ class DatasetEnv(RecipeEnv):
     fetched: Fetched | None = None  # finds the hub datasets that were downloaded for the run
 
     def __init__(self, *args: Any, **kwargs: Any):
+        """Load the reward, start its processes, and read the dataset; raise ConfigError if one of them is wrong."""
         super().__init__(*args, **kwargs)
         self._reward = load_reward(self.config, self.copies)
         self._problems = load_problems(self.config, self.fetched)

@@ -300,7 +300,8 @@ def _check_max_lora_rank(translation: Translation, rank: Any, mode: str | None) 
 def _translate_batch_size(translation: Translation, value: Callable[[str], Any]) -> None:
     """Translate BATCH_SIZE, the sequences of a step, to the recipe key prompts_per_step.
 
-    If a flag sets the same number, only add a note. Reject a size that is not a multiple of num_generations.
+    If a flag sets the batch, e.g. --batch-size, only add a note. Reject a size that is not a multiple of
+    num_generations.
     """
     size, group = translation.read_number("BATCH_SIZE"), value("num_generations")
     flags = [name for name in (BATCH, ACCUMULATION) if name in translation.flags]

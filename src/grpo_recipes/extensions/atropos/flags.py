@@ -25,7 +25,10 @@ def format_flag_help(row: Row) -> str:
 
 
 def list_flag_rows() -> list[tuple[str, str, str]]:
-    """Return the rows of the docs' table of flags: name, default and meaning, in Markdown."""
+    """Return the rows of the docs' table of flags, in Markdown: names, default, and meaning or, if rejected, the fix.
+
+    Flags of environments, ``--benchmark`` and ``--env.FIELD`` follow the trainer's flags.
+    """
     rows = [
         (
             ", ".join(f"`{name}`" for name in row.names),

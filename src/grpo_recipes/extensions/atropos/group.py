@@ -127,6 +127,7 @@ class _FlatRows:
     """
 
     def __init__(self, group: Group):
+        """Concatenate the rows of a group; raise ValueError with trajectory and field if a value is not a number."""
         self.lengths = np.array([len(row) for row in group.tokens], np.int64)
         self.starts = np.cumsum(self.lengths) - self.lengths
         self.tokens = _concatenate(group.tokens, "q", "tokens")
@@ -184,7 +185,10 @@ def find_group_problem(group: Group, *, size: int, longest: int | None, vocabula
 
 
 def _find_shape_problem(group: Group) -> str | None:
-    """Return a message about the first field with a wrong number of rows, or row with a wrong length; None if valid."""
+    """Return a message about the first field with a wrong number of rows, or row with a wrong length; None if valid.
+
+    Missing ``inference_logprobs``, a row without tokens, and a row that is not a list are problems too.
+    """
     count = len(group.tokens)
     if group.inference_logprobs is None:
         return "no inference_logprobs"
@@ -223,7 +227,11 @@ def _find_mask_problem(flat: _FlatRows) -> str | None:
 
 
 def _find_number_problem(group: Group) -> str | None:
-    """Return a message about the first unusable log-prob, score or advantage, e.g. NaN; None if all are valid."""
+    """Return a message about the first unusable log-prob, score or advantage; None if all are valid.
+
+    A log-prob of a trained token must be from -104 to 0. Scores, advantages and reference log-probs must be finite and
+    at most 1e15 in size.
+    """
     flat = group._flat
     logprobs = flat.columns["inference_logprobs"]
     if (wrong := flat.trained & ~np.isfinite(logprobs)).any():
@@ -259,7 +267,10 @@ def _to_float(number: float) -> float:
 
 
 def _find_setting_problem(group: Group) -> str | None:
-    """Return a message if a group is for supervised fine-tuning or has an impossible temperature, else None."""
+    """Return a message if a group is for supervised fine-tuning or has an impossible temperature, else None.
+
+    A temperature must be unknown, 0, or from 1e-4 to 1e4.
+    """
     if group.group_overrides.get("sft"):
         return "a group for supervised fine-tuning (group_overrides.sft)"
     for index in range(len(group.tokens)):

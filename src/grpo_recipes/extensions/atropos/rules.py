@@ -143,7 +143,10 @@ RULES = (
 
 
 def locate_environment(recipe: Recipe, index: int, part: str = "id") -> str:
-    """Return "file:line" of the INDEX-th Atropos environment of a recipe, or of its key ``part``, e.g. ``args``."""
+    """Return "file:line" of the INDEX-th Atropos environment of a recipe, or of its key ``part``, e.g. ``args``.
+
+    If an entry of the mixture lacks this key, return the line of its id or first key.
+    """
     keys = AtroposKeys(recipe)
     if keys.environment is not None or keys.mixture is None:
         has_args = part == "args" and keys.environment_args
@@ -154,7 +157,10 @@ def locate_environment(recipe: Recipe, index: int, part: str = "id") -> str:
 
 
 def find_atropos_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield problems of a recipe with Atropos: atroposlib is missing, wrong environments, batches that never fill."""
+    """Yield problems of a recipe with Atropos: atroposlib is missing, wrong environments, batches that never fill.
+
+    Yield nothing for a recipe without Atropos. The ids, arguments and min_allocations of environments are checked.
+    """
     if not selects_atropos(recipe):
         return
     source_key = next(name for name in _SOURCE_KEYS if recipe[name] is not None)
@@ -193,7 +199,10 @@ def _find_id_problems(recipe: Recipe, index: int, spec: str) -> Iterator[Problem
 
 
 def _find_args_problems(recipe: Recipe, index: int, environment: AtroposEnvironment) -> Iterator[Problem]:
-    """Yield problems of an environment's arguments: unknown fields, a reward that can't be loaded, wrong numbers."""
+    """Yield problems of an environment's arguments: unknown fields, a reward that can't be loaded, wrong numbers.
+
+    max_batches_offpolicy must be at least 1, and group_size must equal num_generations.
+    """
     args, size = environment.args, recipe.batch.num_generations
     where = locate_environment(recipe, index, "args")
     if isinstance(reward := args.get("reward"), str) and ":" in reward:

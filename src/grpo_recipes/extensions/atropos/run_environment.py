@@ -70,6 +70,7 @@ class RunEnvironment(BaseEnv):
     collects_rows: bool  # whether the environment defines collect_trajectory instead of collect_trajectories
 
     def __init__(self, *args: Any, **kwargs: Any):
+        """Create the environment, and give its tokenizer the recipe's chat template if there is one."""
         super().__init__(*args, **kwargs)
         if self.run_template is not None:
             self.tokenizer.chat_template = self.run_template
@@ -126,7 +127,7 @@ class RunEnvironment(BaseEnv):
         """Call the environment's ``collect_trajectory`` concurrently for each row; return the group and the backlog.
 
         Unlike BaseEnv's method, this keeps log-probs. An optional field is left out unless all trajectories have it.
-        Raise ValueError if a trajectory is not a dict.
+        Settings of the whole group are merged. Raise ValueError if a trajectory is not a dict.
         """
         results = await asyncio.gather(*(self.collect_trajectory(item) for _ in range(self.config.group_size)))
         rows = [row for row, _ in results]

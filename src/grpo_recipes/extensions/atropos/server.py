@@ -130,6 +130,7 @@ class RunServer(APIServer):
     chat_completion = APIServer.chat_completion.retry_with(**_NO_RETRY)
 
     def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None):
+        """Create a client of ``config.base_url``, in a launch only of the launch's own server; send no request."""
         if not isinstance(config, RunServerConfig):
             config = RunServerConfig(**config.model_dump())
         super().__init__(config, reasoning_config=reasoning_config)

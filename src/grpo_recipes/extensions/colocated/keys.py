@@ -27,7 +27,10 @@ CONVERTERS = (FileConverter(Path(__file__).with_suffix(".yaml"), __name__, is_co
 
 
 def whole_groups(setting: Setting, settings: Settings) -> None:
-    """Convert batch_size, in completions, to prompts_per_step; reject it if not a multiple of num_generations."""
+    """Convert batch_size, in completions, to prompts_per_step; reject it if not a multiple of num_generations.
+
+    Do nothing if num_generations is invalid, because it reports its own problem.
+    """
     size, group = setting.number, whole_number(settings.key("num_generations"))
     if not group:
         return  # the setting num_generations reports its own problem

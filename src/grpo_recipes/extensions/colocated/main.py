@@ -66,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_launch(arguments: list[str]) -> ColocatedLaunch:
-    """Translate command-line flags to a launch: recipe, keys, devices and variables; launch nothing.
+    """Translate command-line flags to a launch and return it: recipe, keys, devices and variables; launch nothing.
 
-    Raise ConfigError with all problems of the flags.
+    Raise ConfigError for wrong flags, for a recipe that is not found, and if another launcher started this process.
     """
     reject_other_launchers(f"python {PROGRAM} --gpus", os.environ)
     options, flags = _build_parser().parse_known_args(arguments)

@@ -45,6 +45,10 @@ class Episodes(Source):
     """Completions for runs with environments: it plays the episodes of each batch, as TRL's ``rollout_func``."""
 
     def __init__(self, script_args: ScriptArguments, args: GRPOConfig, run_dir: Path):
+        """Start the child processes that run the environments; ``run_dir`` has copies of the user's code.
+
+        Raise RewardFailed if a child process can't load its code.
+        """
         os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL warns about rollout_func in every run
         self._script, self._args = script_args, args
         self._rows: list[dict[str, Any]] = []  # rows of the batch to play

@@ -29,6 +29,7 @@ class Game(Environment):
     """One episode at a time of ``textarena.make(name, **args)``; the last reward is the game's own."""
 
     def __init__(self, name: str, args: Mapping[str, Any]):
+        """Check the arguments and start the game once; raise ConfigError if it does not accept them."""
         import textarena
 
         game_args = dict(args)

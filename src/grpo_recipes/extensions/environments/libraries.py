@@ -71,7 +71,10 @@ def find_library_problems(spec: str, args: Mapping[str, Any]) -> list[Problem]:
 
 
 def check_arguments(spec: str, environment_class: Any, args: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the signature of ``environment_class``, the class of ``spec``, does not accept ``args``."""
+    """Raise ConfigError if the signature of ``environment_class``, the class of ``spec``, does not accept ``args``.
+
+    A class without a signature, because it is written in C, is accepted.
+    """
     try:
         signature = inspect.signature(environment_class)
     except ValueError:  # a class written in C
@@ -113,6 +116,7 @@ class _ReasoningTask(Environment):
     """
 
     def __init__(self, name: str, args: Mapping[str, Any]):
+        """Create a first item to test the arguments; raise ConfigError for a wrong name or argument."""
         from reasoning_gym.factory import DATASETS
         from reasoning_gym.utils import SYSTEM_PROMPTS
 
@@ -183,6 +187,7 @@ class _OpenEnvServer(Environment):
     """
 
     def __init__(self, url: str, args: Mapping[str, Any]):
+        """Store the arguments without connecting; raise ConfigError for an unknown argument or a wrong address."""
         defaults: dict[str, Any] = {"action_field": "message", "action": {}, "observation_field": "", "reset": {}}
         defaults["timeout"] = 60.0
         if unknown := sorted(set(args) - set(defaults)):
@@ -224,9 +229,10 @@ class _OpenEnvServer(Environment):
             self._client.close()
 
     def _request_turn(self, method: str, request: Callable[[], Any]) -> Turn:
-        """Call ``request`` and return the server's answer as a turn.
+        """Call ``request`` and return the server's answer as a turn; the last turn has its text as ``end`` in the info.
 
         Raise ConfigError if the call fails, or the answer lacks the observation_field or has an invalid reward.
+        ``method`` is "reset" or "step", for the error.
         """
         from websockets.exceptions import ConnectionClosed
 

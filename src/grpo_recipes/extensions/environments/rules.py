@@ -178,7 +178,10 @@ IDLE = (
 
 
 def locate_environment(recipe: Recipe, index: int, part: str = "id") -> str:
-    """Return "file:line" of the recipe's environment with this index, or of its ``args`` if ``part`` is "args"."""
+    """Return "file:line" of the recipe's environment with this index, or of its ``args`` if ``part`` is "args".
+
+    If an entry of the mixture lacks the key, return the line of its id or first key.
+    """
     keys = EnvironmentKeys(recipe)
     if keys.environment is not None or keys.mixture is None:
         return recipe.location("environment_args" if part == "args" and keys.args else "environment")
@@ -204,7 +207,10 @@ def _check_environments(recipe: Recipe, environment: Mapping[str, str]) -> Itera
 
 
 def _check_environment(recipe: Recipe, index: int, spec: str, arguments: dict[str, Any]) -> Iterator[Problem]:
-    """Yield the problems of one environment: a wrong name or file, a library's arguments, opponents, or no network."""
+    """Yield the problems of one environment: a wrong name or file, a library's arguments, opponents, or no network.
+
+    ``spec`` is its id, and ``index`` its place in the recipe. The user's file is not checked if the run has a copy.
+    """
     line, (kind, colon, name) = locate_environment(recipe, index), spec.partition(":")
     run = recipe.path.parent
     has_copy = (run / "run.json").exists() and copy_path(spec, run / "rewards").exists()

@@ -21,7 +21,10 @@ _TALK = (
 
 
 def list_valid_targets(game: Mapping[str, Any], seat: int) -> list[int]:
-    """Return the players that ``seat`` may target in this phase, as its observation lists them; [] in a discussion."""
+    """Return the players that ``seat`` may target in this phase, as its observation lists them; [] in a discussion.
+
+    They are living players: in a vote all, for the Mafia at night those outside of it, and for other roles all others.
+    """
     phase, alive, roles = game["phase"].value, game["alive_players"], game["player_roles"]
     if phase == "Day-Discussion":
         return []

@@ -33,6 +33,10 @@ class ToolEpisodes(Episodes):
     """Completions for recipes with ``tools``. The chat template gets the tools as its variable ``tools``."""
 
     def __init__(self, script_args: ScriptArguments, args: GRPOConfig, run_dir: Path):
+        """Start the child processes that run the tools, and add the tools to ``args.chat_template_kwargs``.
+
+        Raise ConfigError if a tool can't be described.
+        """
         super().__init__(script_args, args, run_dir)
         self._copies = run_dir / REWARD_COPIES
         schemas = describe_tools(partial(getattr, script_args), self._copies)

@@ -106,6 +106,7 @@ class CallParser:
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", tools: Sequence[Schema]):
+        """Find the format of calls in the tokenizer or its chat template; raise ConfigError if there is none."""
         from trl.chat_template_utils import add_response_schema, llama3_template, qwen3_template
 
         self._tokenizer, self._tools, self._end = tokenizer, list(tools), ""
@@ -141,7 +142,7 @@ class CallParser:
         return [self._read_call(entry.get("function", entry) if isinstance(entry, dict) else entry) for entry in calls]
 
     def _read_call(self, function: Any) -> Call:
-        """Return a parsed call, with a problem if its name is unknown or its arguments are not a mapping."""
+        """Return a parsed call, with a problem if it has no name, an unknown name, or arguments that are no mapping."""
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             return Call("", {}, "malformed call: expected name and arguments")
         name, arguments = function["name"], function.get("arguments") or {}

@@ -27,6 +27,7 @@ class VerifiersTask(Environment):
     """
 
     def __init__(self, name: str, args: Mapping[str, Any]):
+        """Load the environment, which is cached in this process; raise ConfigError if it is not usable."""
         self._env = _load_environment(name, json.dumps(args, sort_keys=True))
         self._noise, self._loop = Noise(), _get_event_loop()
         self._rollout: asyncio.Task[Any] | None = None
@@ -181,6 +182,7 @@ class _PolicyClient:
     """A replacement of ``openai.AsyncOpenAI`` that queues the messages and waits for the policy's answer."""
 
     def __init__(self) -> None:
+        """Create empty queues; the client is its own ``chat.completions``."""
         self.prompts: asyncio.Queue[Any] = asyncio.Queue()
         self.answers: asyncio.Queue[Any] = asyncio.Queue()
         self.chat = self.completions = self

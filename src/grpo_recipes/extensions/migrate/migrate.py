@@ -152,10 +152,7 @@ def is_translated(source: Path) -> bool:
 
 
 def migrate(source: Path, target: Path) -> Migration:
-    """Translate the recipe of another project to a recipe for the file ``target``; write nothing.
-
-    Return the translation with all changes. Raise ConfigError if the source can't be read.
-    """
+    """Translate another project's recipe to a recipe for ``target``, and return it; raise ConfigError if unreadable."""
     migration = Migration(source, target)
     problems: list[Problem] = []
     settings = _read_settings(source, problems)
@@ -252,7 +249,11 @@ def _to_list(value: Any) -> list[Any]:
 
 
 def _translate_setting(name: str, value: Any) -> list[Line]:
-    """Translate one foreign setting; return the lines of its recipe keys, or one left-out line with the reason."""
+    """Translate one foreign setting; return the lines of its recipe keys, or one left-out line with the reason.
+
+    It is left out if it may be a secret, changes nothing, or has no meaning here. A key is left out if its value is
+    empty or not supported.
+    """
     last = name.rpartition(".")[2]
     if _LOGIN.search(last) or contains_secret(value):
         return [Line(name, None, name, "export it as a variable, because recipes contain no secrets", kept=False)]
@@ -404,8 +405,8 @@ def _leave_out_duplicates(lines: Iterable[Line]) -> None:
 def _translate_rewards(migration: Migration) -> None:
     """Translate reward_funcs and reward_weights in the migration's lines; list rewards to write in ``unwritten``.
 
-    A reward of the output's form is left out if another reward remains. A reward that reads the answer is left out if
-    another reward does so. Without reward_funcs, add a line with the default.
+    A reward that judges only the form of a completion is left out if another reward remains. A reward that reads the
+    answer is left out if another reward does so. Without reward_funcs, add a line with the default.
     """
     line = migration.get("reward_funcs")
     if line is None:

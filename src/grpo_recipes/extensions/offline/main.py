@@ -97,8 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _start_launch_or_sweep(arguments: list[str]) -> int:
     """Start the launch or sweep of a command line, or resume the run in its folder; return the exit code.
 
-    Before a new launch, write Hydra's files, and remove them if the launch is rejected. Raise ConfigError for wrong
-    words and flags. With --cfg, only print the configuration.
+    With -m, start a sweep. If the folder has a run with the same configuration, resume it. Before a new launch, check
+    recipe and plan, and write Hydra's files; remove them if the launch is rejected. With --cfg, only print the
+    configuration. Raise ConfigError for wrong words and flags.
     """
     reject_other_launchers(f"python {PROGRAM} --num_processes", os.environ)
     words, flag_words = _split_words(arguments)

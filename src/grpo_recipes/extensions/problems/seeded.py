@@ -223,7 +223,10 @@ def format_assignment(values: Sequence[bool]) -> str:
 
 
 def parse_clauses(text: Any) -> Clauses:
-    """Parse the JSON of a row's column ``clauses``; raise ValueError if it is not a non-empty list of clauses."""
+    """Return the clauses in the JSON of a row's column ``clauses``, as lists of integers except 0.
+
+    Raise ValueError if it is anything else, or empty.
+    """
     try:
         clauses = json.loads(text)
         if clauses and all(clause and all(type(part) is int and part for part in clause) for clause in clauses):
