@@ -123,10 +123,9 @@ def merge_recipe(
 ) -> tuple[Recipe, list[Problem]]:  # fmt: skip
     """Return the recipe and all problems of single keys, sorted; raise ConfigError only if a file can't be read.
 
-    A key with an invalid value is listed in the recipe's ``broken``.
-
-    ``device`` is the device of the run, "cpu" or "cuda"; None if it is not known. ``keys`` are set by the entry point
-    of another tool. They override the file and the variables, and flags override them.
+    A key with an invalid value is listed in the recipe's ``broken``. ``device`` is the device of the run, "cpu" or
+    "cuda"; None if it is not known. ``keys`` are set by the entry point of another tool. They override the file and the
+    variables, and flags override them.
     """
     problems: list[Problem] = []
     notes: list[str] = []

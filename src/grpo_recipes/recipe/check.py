@@ -233,7 +233,7 @@ def reward_notes(recipe: Recipe) -> Iterator[str]:
 
 
 def _benchmarks(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield problems of the names in ``benchmarks``, and of the columns of benchmark files."""
+    """Yield a problem for each unknown name in ``benchmarks``, and for each benchmark file without usable columns."""
     source = requested_sampler(recipe)
     played = source.benchmarks(recipe.__getitem__) if source else []
     for name in dict.fromkeys(recipe.evaluation.benchmarks):

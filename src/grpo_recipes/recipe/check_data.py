@@ -42,13 +42,13 @@ Columns = Mapping[str, str]  # name of a column -> why rewards do not get it, em
 
 
 def training_source(recipe: Recipe) -> DataSource:
-    """Return the dataset that ``dataset_name`` names."""
+    """Return the dataset that ``dataset_name`` names, with its split and its columns of prompt and solution."""
     name, config, split = (recipe[f"dataset_{part}"] for part in ("name", "config", "train_split"))
     return DataSource(name, config, split, *(recipe[key] for key in COLUMN_KEYS))
 
 
 def evaluation_source(recipe: Recipe) -> DataSource:
-    """Return the dataset that ``eval_dataset_name`` names."""
+    """Return the dataset that ``eval_dataset_name`` names; without ``eval_*`` keys, it has the training's columns."""
     first, second = (f"eval_{key}" if recipe[f"eval_{key}"] else key for key in COLUMN_KEYS)
     name, config, split = (recipe[f"eval_dataset_{part}"] for part in ("name", "config", "split"))
     return DataSource(name, config, split, recipe[first], recipe[second], (first, second))

@@ -76,7 +76,7 @@ def has_splits(path: Path) -> bool:
 
 
 def data_files(folder: Path) -> tuple[str, list[Path]]:
-    """Return the kind of a folder's data files, and the files, at most three levels deep.
+    """Return the kind of a folder's data files, and the files, sorted: of the first 10,000 at most three levels deep.
 
     Hidden files are left out. Raise ValueError if there are no data files, files of several kinds (.csv and .tsv are
     two), or a character of file patterns in the folder's name.

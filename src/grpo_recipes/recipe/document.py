@@ -255,7 +255,10 @@ def read_flags(flags: Iterable[str], problems: list[Problem]) -> list[tuple[str,
 
 
 def as_words(keys: Mapping[str, Value]) -> list[str]:
-    """Return recipe keys and their values as a list of command-line words: flags of `grpo launch`."""
+    """Return recipe keys and their values as a list of command-line words: flags of `grpo launch`.
+
+    None becomes "null", and an empty list "none".
+    """
     words: list[str] = []
     for key, value in keys.items():
         items = (value.value or ["none"]) if isinstance(value.value, list) else [value.value]
@@ -279,8 +282,9 @@ def unset_keys(flagged: Iterable[tuple[str, Any]]) -> list[str]:
 def convert_value(key: str, entry: Entry, raw: Value, path: KeyPath = ()) -> tuple[Any, list[Problem]]:
     """Convert a value to the type of its catalog entry; return the converted value and all problems.
 
-    The value is None after a problem of its type, and a value outside of its limits is returned with its problems.
-    ``path`` leads to the value in the file, by default the key itself.
+    The value is None for null and an automatic choice (``auto``), and after a problem of its type. A value outside of
+    its limits is returned with its problems. Mappings with known keys are converted in place. ``path`` leads to the
+    value in the file, by default the key itself.
     """
     value, path = raw.value, path or (key,)
     subject = "" if raw.source == f"--{key}" else f"{key}: "
@@ -331,8 +335,9 @@ def _convert_parts(key: str, parts: dict[str, Any], raw: Value, path: KeyPath) -
 def _convert(kind: str, value: Any, from_text: bool) -> Any:
     """Return a value converted to a type of the catalog; raise ValueError with the expected type if that is impossible.
 
-    With ``from_text``, the value is text from a flag or variable, so booleans and lists are parsed. Texts with a number
-    become numbers in any case. A single text becomes a list if the type is a list of texts or numbers.
+    With ``from_text``, the value is text from a flag or variable, so booleans, and lists separated by commas, are
+    parsed. Texts with a number become numbers in any case, and numbers become texts. A single text becomes a list if
+    the type is a list of texts or numbers; "none" becomes []. A boolean is never a number or a text.
     """
     if kind.startswith("list["):
         if isinstance(value, str) and from_text and value.startswith("["):
@@ -386,7 +391,7 @@ def as_bool(value: Any) -> Any:
 
 
 def _broken_limits(key: str, entry: Entry, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield (problem, fix) for each limit of the catalog entry that a value breaks."""
+    """Yield (problem, fix) for each limit of the catalog entry that a value breaks: min, max and choices."""
     low, high, choices = entry.get("min"), entry.get("max"), entry.get("choices")
     if low is not None and value < low:
         default = entry.get("default")
@@ -401,7 +406,7 @@ def _broken_limits(key: str, entry: Entry, value: Any) -> Iterator[tuple[str, st
 
 
 def _expected(entry: Entry) -> str:
-    """Describe the values that a key accepts, e.g. ``an integer``."""
+    """Return a text for the values that a key accepts, e.g. ``an integer``, or ``one of`` its choices."""
     if entry.get("choices"):
         return "one of " + ", ".join(f'"{word}"' if word in _READ_AS_BOOL else word for word in entry["choices"])
     if entry.get("auto"):

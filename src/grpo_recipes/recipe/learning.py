@@ -47,7 +47,8 @@ def trains_weights_as_loaded(recipe: Recipe) -> bool:
 def lost_updates(dtype: str, learning_rate: float, optim: str, optim_args: str | None) -> str:
     """Return the reason why weights of this dtype lose their updates, or an empty text if they do not.
 
-    ``learning_rate`` is the highest learning rate of the run.
+    In bfloat16, updates are lost with a learning rate below 1e-4, in float16 always. An optimizer with Kahan summation
+    loses none. ``learning_rate`` is the highest learning rate of the run.
     """
     # Kahan summation keeps the rounding errors.
     if optim == "adamw_anyprecision" and "use_kahan_summation=True" in (optim_args or "").replace(" ", ""):
@@ -68,7 +69,10 @@ def float32_fix(mixed: str) -> str:
 
 
 def reached_fraction(recipe: Recipe) -> float:
-    """Return the largest fraction of ``learning_rate`` in any step; 1 if the number of steps is not known."""
+    """Return the largest fraction of ``learning_rate`` in any step; below 1 if the warm-up is as long as the run.
+
+    Return 1 if the number of steps is not known, and for schedules that do not start at 0.
+    """
     steps, warmup = recipe.batch.max_steps, recipe.optimizer.warmup_steps
     if steps < 1 or recipe.optimizer.lr_scheduler_type in _NOT_FROM_ZERO:
         return 1.0

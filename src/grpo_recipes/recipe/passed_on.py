@@ -128,7 +128,10 @@ def _accumulation(recipe: Recipe) -> Iterator[Problem]:
 
 
 def owned_name(recipe: Recipe, key: str, name: str, value: Any, where: str) -> Problem:
-    """Return the problem of a name inside ``key`` that a recipe key or the launcher sets; its fix uses that key."""
+    """Return the problem of a name inside ``key`` that a recipe key or the launcher sets, at ``where``.
+
+    The fix is to remove it, and to set the recipe key to ``value`` if there is such a key.
+    """
     owner = OWNED_NAMES[key][name]
     if not owner.isidentifier():
         return Problem(where, f"{key}: '{name}' can't be set here: {owner}", f"remove {name} from {key}")
@@ -148,7 +151,10 @@ def owned_name(recipe: Recipe, key: str, name: str, value: Any, where: str) -> P
 
 
 def known_names(recipe: Recipe, key: str) -> tuple[Mapping[str, Entry], str]:
-    """Return the names that a dictionary of this recipe may contain, and a text that names their reader."""
+    """Return the names that the dictionary ``key`` may contain in this recipe, and a text that names their reader.
+
+    The names depend on the sampler, the scheduler or the optimizer of the recipe. An optimizer may have none.
+    """
     variants = passed_catalogue()[key]
     if key == "generation_kwargs":
         engine = "vllm" if recipe.server.use_vllm else "transformers"
@@ -241,7 +247,11 @@ def _tenth(recipe: Recipe) -> int:
 
 
 def _sampling(recipe: Recipe) -> Iterator[Problem]:
-    """Yield problems for names in ``generation_kwargs`` that make the server sample from another distribution."""
+    """Yield problems for names in ``generation_kwargs`` that make the server sample from another distribution.
+
+    They are allowed without importance-sampling correction. ``structured_outputs`` next to its own key is a problem
+    too. Yield nothing without vLLM.
+    """
     kwargs, correction = recipe.sampling.generation_kwargs or {}, _CORRECTION
     if not recipe.server.use_vllm:
         return

@@ -214,7 +214,10 @@ def _prompts(recipe: Recipe) -> Iterator[list[Message]]:
 
 
 def prompt_notes(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield notes about rendered prompts, and about rewards that expect the prompt's own ``<think>``."""
+    """Yield notes about rendered prompts, and about rewards that expect the prompt's own ``<think>``.
+
+    Yield nothing without a local chat template, or if the template rejects the first prompt.
+    """
     templates = _templates(recipe, environment)[1] if _has_prompts(recipe) else None
     if not templates or "default" not in templates:
         return

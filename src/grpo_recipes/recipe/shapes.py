@@ -109,7 +109,10 @@ def _is_chat_as_text(text: str) -> bool:
 
 
 def _message(messages: list[Any], index: int, source: DataSource) -> Message:
-    """Return the message at ``index`` with its role and content; raise ConfigError if they are not two texts."""
+    """Return the message at ``index`` with its role and content, "" without content.
+
+    Raise ConfigError if they are not two texts, or the message has other parts. The fix depends on what it is instead.
+    """
     message, column = messages[index], source.prompt
     parts = {name: part for name, part in message.items() if part is not None} if isinstance(message, dict) else {}
     filled = {"content": "", **parts}

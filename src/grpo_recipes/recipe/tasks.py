@@ -98,7 +98,7 @@ def group_size(recipe: Recipe) -> int:
 
 
 def task_of(recipe: Recipe) -> str:
-    """Return the task of a recipe from ``with_task``: an extension's, or MaxEnt if it sets an objective."""
+    """Return the task of a recipe from ``with_task``: an extension's, "maxent" if it sets an objective, else "grpo"."""
     if added := added_task(recipe):
         return added.name
     return MAXENT if recipe.is_set("maxent_objective") else GRPO

@@ -44,7 +44,8 @@ def split_spec(spec: str) -> tuple[str, str]:
 def spec_problem(spec: str, where: str) -> Problem | None:
     """Return the problem if ``spec``, which ``where`` sets, can't be loaded; None if it can. Its code does not run.
 
-    Names are found in the source, so after ``import *`` any name is accepted.
+    The file must exist, be valid Python, define or import the name, and import only installed packages at its top
+    level. Names are found in the source, so after ``import *`` any name is accepted.
     """
     module, name = split_spec(spec)
     if not name.isidentifier():

@@ -16,7 +16,8 @@ from grpo_recipes.recipe.rules import COLOCATED, starts_server
 def accelerator_of(recipe: Recipe, trainers: int, environment: Mapping[str, str]) -> str:
     """Return the accelerator for this number of trainers; ``custom`` if the variable ``CONFIG_FILE`` is set.
 
-    ``auto`` selects DeepSpeed ZeRO-2 if nothing else keeps float32 weights.
+    ``auto`` selects DeepSpeed ZeRO-2 if nothing else keeps float32 weights. Otherwise ``auto`` and ``ddp`` become
+    ``single`` for one trainer, and ``ddp`` for several.
     """
     accelerator = recipe.processes.accelerator
     if environment.get("CONFIG_FILE"):
@@ -68,9 +69,10 @@ def sync_problem(
 
 
 def _fix(recipe: Recipe, method: str, setups: Collection[str], working: str) -> str:
-    """Return the fix for a ``method`` that does not work in these setups: another accelerator, or a working method.
+    """Return the fix for a ``method`` that does not work in these setups: a change of the setup, or a working method.
 
-    ``working`` is the setting that selects a working method without another change.
+    ``working`` is the setting that selects a working method without another change. Changes are another accelerator,
+    ``use_peft: true``, or ``dtype: float32``.
     """
     if recipe.lora.use_peft and not set(NOT_WITH_LORA).isdisjoint(setups):
         return "write accelerator: ddp or zero2"

@@ -386,7 +386,9 @@ def _parse_number_with_base(text: str, variable: str) -> Answer | None:
 
 
 def _parse_plain_number(text: str, variable: str) -> Answer | None:
-    """Parse a decimal, fraction or mixed number with its unit. Return None for other texts and a division by zero.
+    """Parse a decimal, fraction or mixed number with its unit or currency; return None for other texts.
+
+    Return None also for an unknown unit and a division by zero.
 
     ``variable`` becomes the variable of the answer.
     """

@@ -153,6 +153,11 @@ class IsolatedReward(RewardWrapper):
         self, pool: RewardPool, spec: str, name: str, records: LimitRecords, code: str = "",
         solutions: Collection[str] = (), left_out: Mapping[str, str] = MappingProxyType({}), run_seed: int = 0,
     ):  # fmt: skip
+        """Create a reward that calls ``spec`` in ``pool``; ``name`` is its name in metrics. Nothing is called yet.
+
+        ``solutions`` are more names for the column ``answer``. ``left_out`` maps columns that the reward does not get
+        to the reasons.
+        """
         super().__init__(pool.score, spec, name, solutions, left_out)
         self.pool, self.timeout, self._records, self._run_seed = pool, pool.timeout, records, run_seed
         self._identity = (spec, code, pool.timeout, pool.memory_gib)
@@ -213,6 +218,7 @@ class LimitRecords:
     """
 
     def __init__(self, file: Path):
+        """Read the records in ``file``, which need not exist, and cut off a damaged last line."""
         self._file = file
         self._records: dict[str, tuple[int, str]] = {}
         text = file.read_bytes() if file.exists() else b""

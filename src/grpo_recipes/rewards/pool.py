@@ -85,6 +85,7 @@ class RewardPool:
         valid: Callable[[Any], bool] = is_score,  # accepts a function's value; for functions that are not rewards
         trace: Trace | None = None,  # gets the times of the children
     ):
+        """Store the settings; no child is started before ``start``."""
         self.workers, self.timeout, self.memory_gib = workers or count_default_workers(), timeout, memory_gib
         # Set by ``start``: the columns that each reward accepts (None for all), and the async rewards.
         self.accepted: dict[str, list[str] | None] = {}
@@ -419,6 +420,10 @@ class _Child:
         self, number: int, setup: object, rewards: Collection[str], environment: dict[str, str],
         valid: Callable[[Any], bool],
     ):  # fmt: skip
+        """Start the child process with the variables in ``environment``, and send it the ``setup`` without waiting.
+
+        ``rewards`` are the rewards that it loads, and ``valid`` checks the values that it sends.
+        """
         self.process = subprocess.Popen(
             module_command("grpo_recipes.rewards.child", str(os.getpid())),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=environment,

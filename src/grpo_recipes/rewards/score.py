@@ -189,7 +189,7 @@ def _convert_entry(entry: Any) -> Score:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an exception in one short line: its type and the first line of its message.
+    """Return an exception in one line of at most about 300 characters: its type and the first line of its message.
 
     For a ConfigError, this is its first problem without the fix. Connection errors begin with ``NO_ANSWER``.
     """
@@ -225,6 +225,7 @@ class RewardWrapper:
         self, function: Callable[..., Any], spec: str, name: str, solutions: Collection[str] = (),
         left_out: Mapping[str, str] = MappingProxyType({}),
     ):  # fmt: skip
+        """Create the reward ``spec`` of a recipe from its function; ``name`` is its name in TRL's metrics."""
         self._function = function
         self._solutions = solutions  # more names for the column ``answer``
         self._left_out = left_out  # columns of the dataset that rewards do not get -> reason

@@ -106,7 +106,10 @@ def other_rewards(judging: bool) -> dict[str, str]:
 
 
 def reward_fix(name: str) -> str:
-    """Return the fix, as text for the user, for a name in ``reward_funcs`` that is not a reward."""
+    """Return the fix, as text for the user, for a name in ``reward_funcs`` that is not a reward.
+
+    It is the reward with that meaning or a similar name, else the reason why there is none, or how to name a function.
+    """
     if close := reward_names().get(name) or nearest_of(name, rewards()):
         return f"write {close}"
     if reason := {**other_rewards(True), **other_rewards(False)}.get(name):
@@ -123,7 +126,8 @@ def reward_fix(name: str) -> str:
 def meaning_of(name: str) -> Row | None:
     """Return the meaning of a foreign name or of a recipe key as a row; None if it is unknown.
 
-    For a nested name such as ``actor.optim.lr``, the longest known end decides.
+    For a nested name such as ``actor.optim.lr``, the longest known end decides. Names in sections such as ``critic``
+    are unknown, since they mean something else there.
     """
     parts = name.split(".")
     if _OTHER_PARTS & set(parts[:-1]):
@@ -186,7 +190,8 @@ def recipe_keys(layer: Iterable[tuple[str, Value]], problems: list[Problem], not
 def key_problem(key: str, source: str, value: Any = None, suggest: bool = True) -> Problem | None:
     """Return the problem of a name that is not a recipe key, with the fix; None if it is a recipe key.
 
-    ``suggest=False`` skips the search for the nearest key, which takes milliseconds.
+    ``source`` is the line or flag that sets it, and ``value`` its value, for the fix. ``suggest=False`` skips the
+    search for the nearest key, which takes milliseconds.
     """
     if key in catalogue():
         return None

@@ -85,7 +85,10 @@ class Row:
         return None if value is None or not self.sets else self.filled(value)
 
     def filled(self, value: Any) -> dict[str, Any]:
-        """Return the keys of ``sets``, with the setting's value instead of the placeholder ``VALUE``."""
+        """Return the keys of ``sets``, with ``value`` instead of the placeholder ``VALUE``.
+
+        A list of one item becomes the item if the only key is a text.
+        """
         if isinstance(value, list) and len(value) == 1 and [catalogue()[key]["type"] for key in self.sets] == ["str"]:
             value = value[0]
         return {key: value if template == VALUE else template for key, template in self.sets.items()}
@@ -97,7 +100,7 @@ class Row:
         return self.fix or f"write {words}"
 
     def meaning(self) -> str:
-        """Return the meaning of the setting, in Markdown, for the table of a page."""
+        """Return the meaning of the setting, in Markdown, for a table of the docs: its help, its keys, or its fix."""
         if self.help and not self.sets and not self.values:
             return self.help
         if ANY in self.values:
