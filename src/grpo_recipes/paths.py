@@ -29,7 +29,7 @@ def display_path(path: Path | str) -> str:
 
 
 def shell_quote(text: Path | str) -> str:
-    """Quote a word of a command on one line; bash reads it back unchanged, including control characters."""
+    """Return a word quoted for a command on one line; bash reads it back unchanged, including control characters."""
     text = str(text)
     if text.isprintable():
         return shlex.quote(text)

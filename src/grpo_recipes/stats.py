@@ -163,7 +163,10 @@ def scores_at_k(
 
 
 def _mean_of_rewards(estimates: Sequence[float]) -> tuple[float, Interval | None]:
-    """Return the mean over problems with its Student's t interval, which is not cut since rewards have no limits."""
+    """Return the mean over problems with its Student's t interval, which is not cut since rewards have no limits.
+
+    The mean is NaN without problems. The interval is None for fewer than two.
+    """
     if not estimates:
         return math.nan, None
     mean, half = math.fsum(estimates) / len(estimates), t_interval_half_width(estimates)

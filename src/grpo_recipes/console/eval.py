@@ -203,7 +203,7 @@ def _make_eval_sampling(recipe: Recipe, temperature: float | None) -> "SamplingP
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Raise ConfigError if an option has a number that is too small, or does nothing without another option."""
+    """Raise ConfigError if an option has a wrong value, or does nothing without another option."""
     problems = find_number_problems(options)
     problems += [Problem("--k", f"expected 1 or more, got {k}", "use 1 or more") for k in options.k or () if k < 1]
     if options.split is not None and options.dataset is None:

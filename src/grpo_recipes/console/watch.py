@@ -54,6 +54,7 @@ class Picture:
     """A text picture of a run, drawn repeatedly; each row of the run's files is read only once."""
 
     def __init__(self, folder: Path):
+        """Create the picture of the run in ``folder``; nothing is read yet."""
         self._folder = folder
         self._readers = [RowReader(folder / name, _NO_LIMIT) for name in ("metrics.jsonl", "eval.jsonl")]
         self._rows: list[list[dict[str, Any]]] = [[], []]

@@ -25,6 +25,7 @@ class Pages:
     """The pages by their path: the list and the report of each listed run, or only the report of one run."""
 
     def __init__(self, folder: Path, copies: Path):
+        """Serve the run in ``folder``, or the list of runs below it; ``copies`` is the folder for shortened copies."""
         self._copies, self._reports = copies, dict[Path, RunPage]()
         self._list = None if (folder / "run.json").is_file() else ListPage(folder)
         self._first: LivePage = self._list or RunPage(folder, copies / hash_folder(folder))

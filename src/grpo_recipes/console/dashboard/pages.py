@@ -48,6 +48,7 @@ class LivePage(ABC):
     """A page that is rendered again when its files have changed, at most during a fifth of the time."""
 
     def __init__(self) -> None:
+        """Create an empty page; the first ``read`` renders it."""
         self._lock = threading.Lock()
         self._state: object = None
         self._page, self._version = "", ""
@@ -101,6 +102,7 @@ class ListPage(LivePage):
     """The runs in some folders: name, state, step, reward and a small curve, the newest first."""
 
     def __init__(self, root: Path):
+        """Create the list of the runs below the folder ``root``; nothing is read yet."""
         super().__init__()
         self._root = root
         self._rows: dict[Path, _RunRows] = {}
@@ -115,7 +117,7 @@ class ListPage(LivePage):
         return [(folder, _read_file_states(folder)) for folder in self.list_folders()]
 
     def render(self, polling: Polling) -> str:
-        """Return the list as HTML."""
+        """Return the list as HTML: a table with a row per run, the newest first, or "No runs yet"."""
         folders = self.list_folders()
         self._rows = {folder: self._rows.get(folder) or _RunRows(folder) for folder in folders}
         states = [_describe_state(folder) for folder in folders]

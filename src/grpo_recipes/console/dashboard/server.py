@@ -43,6 +43,7 @@ class Dashboard(ThreadingHTTPServer):
     block_on_close = False
 
     def __init__(self, find_page: Callable[[str], LivePage | None], port: int = 0):
+        """Draw a token and listen on the port of 127.0.0.1; raise ConfigError if that fails."""
         self.find_page, self.token = find_page, secrets.token_urlsafe(24)
         self._slots = threading.BoundedSemaphore(_MOST_REQUESTS)
         try:

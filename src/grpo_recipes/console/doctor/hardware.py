@@ -98,8 +98,8 @@ def _read_gpu_memory(gpu: dict[str, str], kind: str) -> float:
 def slurm(machine: Machine) -> Finding:
     """Slurm's partitions, GPUs, nodes and the current job; time limits below the time of training.sh.
 
-    Run sinfo. If no node is up, that is a problem; short time limits and missing commands are warnings. Without Slurm,
-    the finding is ok.
+    Run sinfo. If no node is up, that is a problem. Warnings are: short time limits, a missing sbatch, no GPUs in a CUDA
+    environment, GPUs in a CPU environment, and a shell outside of its job's node. Without Slurm, the finding is ok.
     """
     if machine.in_job and "SLURMD_NODENAME" not in machine.environment:
         message = f"job {machine.environment['SLURM_JOB_ID']}, but this is {socket.gethostname()}, outside of it"

@@ -38,7 +38,10 @@ def _make_level_check(
     """
 
     def check_level(run: Run) -> Finding:
-        """Return the finding about the metric: ok, or the status of the first detected notice."""
+        """Return the finding about the metric: ok, or the status of the first detected notice.
+
+        Without a notice, a reward that is 0 in all steps of an ended run, or not a number, is a problem too.
+        """
         values, recent = run.numbers(key), run.recent(key)
         run_notices = {notice.name: notice for notice in find_notices(run.rows, run.value, over=not run.is_running())}
         change = "no value that is a number" if recent is None else f"{values[0]:.3g} -> {recent:.3g}"

@@ -42,7 +42,7 @@ class Target:
     note: str = ""  # a note for the user
 
     def __str__(self) -> str:
-        """Describe the target in one line, with its note."""
+        """Return the repository, branch, visibility and note in one line."""
         kind = f"a {'private' if self.private else 'public'} repository if it is new"
         return f"{self.repo} ({self.branch}; {kind})" + (f"; {self.note}" if self.note else "")
 

@@ -154,6 +154,7 @@ class TranslatedSweep(Sweeper):
     folder: ClassVar[str] = FOLDER
 
     def __init__(self, options: argparse.Namespace) -> None:
+        """Check the options of a sweep; raise ConfigError if they are wrong or need others."""
         self._options, self._backend = options, choose_backend(options)
         self._search: Search | None = None
 

@@ -322,6 +322,10 @@ class SignalForwarder:
     """
 
     def __init__(self, request: Path | None = None) -> None:
+        """Install a handler for SIGINT, SIGTERM, SIGHUP and SIGUSR1; ``request`` is the file that `grpo stop` writes.
+
+        Signals that this process ignores, e.g. after nohup, stay ignored, except SIGUSR1.
+        """
         self.first_signal: int | None = None
         self._request = request  # file that `grpo stop` writes; it acts like a SIGINT
         self._child: subprocess.Popen[bytes] | None = None  # the running launch
