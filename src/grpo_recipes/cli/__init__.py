@@ -171,6 +171,7 @@ class Parser(argparse.ArgumentParser):
         print(message, end="", file=file or sys.stderr)
 
     def _reject_repeats(self, words: Sequence[str]) -> None:
+        """Raise ConfigError if two flags set the same option or key. Switches and lists may be repeated."""
         repeatable = {name for action in self._actions if action.nargs == 0 or isinstance(action, _APPENDS)
                       for name in action.option_strings}  # fmt: skip
         first: dict[str, str] = {}
@@ -265,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command of `grpo` and return its exit code."""
 
     def run() -> int:
-        options = _options(list(sys.argv[1:] if argv is None else argv))
+        options = _parse_options(list(sys.argv[1:] if argv is None else argv))
         return int(options.command.run(options))
 
     return run_reporting_errors(run)
@@ -287,24 +288,24 @@ def run_reporting_errors(work: Callable[[], int]) -> int:
         with contextlib.suppress(OSError):  # the exit code still reports the error
             print_problems(error.problems, sys.stderr)
     except SystemExit:  # raised by --help and --version
-        if not _write_error(sys.stdout):
+        if not _find_flush_error(sys.stdout):
             raise
     except OSError as error:
         if not _is_stdout_error(error):
             raise
         reason = error.strerror or ""
-    if reason := reason or _write_error(sys.stdout):
+    if reason := reason or _find_flush_error(sys.stdout):
         code = code or EXIT_CONFIG_ERROR
         if reason != os.strerror(errno.EPIPE):  # `grpo plan | head` is not an error
             with contextlib.suppress(OSError):
                 print(f"grpo: {Problem('stdout', f'cannot be written ({reason})', _FULL)}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again at exit
-    if _write_error(sys.stderr):
+    if _find_flush_error(sys.stderr):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     return code
 
 
-def _write_error(stream: TextIO | None) -> str:
+def _find_flush_error(stream: TextIO | None) -> str:
     """Flush a stream, and return the reason if this fails; else an empty text."""
     try:
         if stream is not None and not stream.closed:
@@ -316,7 +317,7 @@ def _write_error(stream: TextIO | None) -> str:
 
 def _is_stdout_error(error: OSError) -> bool:
     """Return whether an error came from writing to stdout: it has no file name, and another write fails too."""
-    if isinstance(error, BrokenPipeError) or _write_error(sys.stdout):
+    if isinstance(error, BrokenPipeError) or _find_flush_error(sys.stdout):
         return True
     try:
         if error.filename is None:
@@ -341,7 +342,7 @@ def meant_option(flag: str, options: list[str], takes_recipe: bool) -> str | Non
     return meant if meant in options else None
 
 
-def _options(arguments: list[str]) -> argparse.Namespace:
+def _parse_options(arguments: list[str]) -> argparse.Namespace:
     """Parse the arguments of `grpo`; return the command's options, with its recipe and flags for recipe keys.
 
     Raise ConfigError for an unknown command or option, and if the working folder does not exist anymore.

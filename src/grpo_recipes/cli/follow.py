@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from grpo_recipes.cli import command, option, switch
 from grpo_recipes.cli.display import print_labelled
-from grpo_recipes.cli.jobs import BareJob, SlurmPoll, find_bare_job, without_runs
+from grpo_recipes.cli.jobs import BareJob, SlurmPoll, find_bare_job, list_bare_jobs
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.attempt import SUBMITTED, format_resume_command
@@ -115,7 +115,7 @@ def _folder_of_job(job_id: str) -> Path:
     raise config_error(job_id, problem, "give the run directory, or set RUN_ROOT to the folder of the run")
 
 
-def _state(run: Run, job: Job | None) -> tuple[str, bool]:
+def _describe_state(run: Run, job: Job | None) -> tuple[str, bool]:
     """Describe the state of a run in words, and return whether it has ended and will not be started again.
 
     ``job`` is the run's job in Slurm, or None if it has none or Slurm has forgotten it.
@@ -153,7 +153,7 @@ def status(options: argparse.Namespace) -> int:
         print(*lines, sep="\n")
         return 0
     job = _find_run_job(run)
-    state, has_ended = _state(run, job)
+    state, has_ended = _describe_state(run, job)
     step, reward, time_left = format_position(run.rows, has_ended)
     time_limit = f", at most until {job.ends}" if job and job.ends and not job.waits and job.active else ""
     phase, since = find_current_activity(run.folder) if run.is_running() else ("", 0.0)
@@ -198,15 +198,15 @@ def _print_runs() -> None:
     for run in runs:
         with contextlib.suppress(ConfigError):  # the table shows a damaged run directory
             job_ids.add(run.job_id)
-    bare_jobs = without_runs((jobs or {}).values(), job_ids)
+    bare_jobs = list_bare_jobs((jobs or {}).values(), job_ids)
     rows: list[tuple[str, ...]] = [(f"({job.script})", job.state, job.job_id) for job in bare_jobs]
     entries: list[Run | RunGroup] = [*runs, *groups]
-    for entry in sorted(entries, key=_write_time, reverse=True):
+    for entry in sorted(entries, key=_find_write_time, reverse=True):
         if isinstance(entry, RunGroup):
             name = f"{entry.folder.parent.name}/{entry.folder.name}"
             rows.append((name, group_state(entry, jobs)[0], " ".join(map(str, entry.record["jobs"]))))
         else:
-            rows.append((entry.folder.name, *_cells(entry, jobs)))
+            rows.append((entry.folder.name, *_make_cells(entry, jobs)))
     if not rows:
         print(f"grpo: no runs found in {display_path(root)}. Start one with: grpo launch RECIPE")
         return
@@ -214,11 +214,11 @@ def _print_runs() -> None:
     print(*align_columns([(*row, *[""] * (len(rows[0]) - len(row))) for row in rows]), sep="\n")
 
 
-def _cells(run: Run, jobs: dict[str, Job] | None) -> tuple[str, ...]:
+def _make_cells(run: Run, jobs: dict[str, Job] | None) -> tuple[str, ...]:
     """Return a run's cells for ``_COLUMNS``; ``jobs`` are None if Slurm does not answer."""
     try:
         job = (Job(run.job_id, NO_ANSWER) if run.job_id else None) if jobs is None else jobs.get(run.job_id)
-        state, has_ended = _state(run, job)
+        state, has_ended = _describe_state(run, job)
         return state, run.job_id, *format_position(run.rows, has_ended)
     except ConfigError as error:
         return f"damaged: {Path(error.problems[0].where).name}", "", "", "", ""
@@ -250,7 +250,7 @@ def group_lines(group: RunGroup, jobs: dict[str, Job] | None) -> list[str]:
     state, has_ended = group_state(group, jobs)
     rows: list[tuple[str, ...]] = [("trial", *_COLUMNS)]
     for index, name in enumerate(group.names):
-        cells = _cells(Run(group.trial_dir(index)), jobs)
+        cells = _make_cells(Run(group.trial_dir(index)), jobs)
         if group.status(index) == GONE:
             cells = (GONE, *cells[1:])
         elif cells[0].startswith("never started") and not has_ended:
@@ -259,7 +259,7 @@ def group_lines(group: RunGroup, jobs: dict[str, Job] | None) -> list[str]:
     return [f"{group.kind:<8} {display_path(group.folder)}", f"state    {state}", "", *align_columns(rows)]
 
 
-def _write_time(entry: Run | RunGroup) -> float:
+def _find_write_time(entry: Run | RunGroup) -> float:
     """Return the last time that the summary of a run or a trial was written, or else the time of its start."""
     summaries = entry.folder.glob(f"{rundir.CELLS}/*/summary.json")
     trials = [path.stat().st_mtime for path in summaries]
@@ -436,7 +436,7 @@ def target_state(target: Run | RunGroup, jobs: JobState) -> tuple[str, bool]:
     """Describe the state of a run or a group, given the result of ``find_jobs``, and return whether it has ended."""
     if isinstance(target, RunGroup):
         return group_state(target, group_jobs(jobs))
-    return _state(Run(target.folder), jobs if isinstance(jobs, Job) else None)
+    return _describe_state(Run(target.folder), jobs if isinstance(jobs, Job) else None)
 
 
 @command(
@@ -469,13 +469,13 @@ def stop(options: argparse.Namespace) -> int:
     if is_locked(target.folder / "lock"):
         print("grpo: stop requested: the running trial saves and ends, no other trial starts (--now stops at once)")
     for run in (Run(target.trial_dir(index)) for index in range(len(target.names))):
-        if (options.now or not is_locked(target.folder / "lock")) and not _state(run, _find_run_job(run))[1]:
+        if (options.now or not is_locked(target.folder / "lock")) and not _describe_state(run, _find_run_job(run))[1]:
             _stop_run(run, options.now)
     return 0
 
 
 def _stop_job(job: BareJob) -> None:
-    """Cancel a job that has no run directory."""
+    """Cancel a job that has no run directory. Raise ConfigError if it has already ended."""
     if job.over:
         fix = f"see {display_path(next(reversed(job.logs.values())))}" if job.logs else f"see sacct -j {job.job_id}"
         raise config_error(job.job_id, f"the job has already ended ({job.state})", fix)

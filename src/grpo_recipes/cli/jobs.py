@@ -67,7 +67,7 @@ class BareJob:
     @property
     def cause(self) -> str:
         """The last line of the logs with an error, or else the last line; empty while the job is active."""
-        lines = [line for path in self.logs.values() for line in _last_lines(path)] if self.over else []
+        lines = [line for path in self.logs.values() for line in _read_last_lines(path)] if self.over else []
         causes = [line for line in lines if _CAUSE.search(line)] or lines
         return causes[-1] if causes else ""
 
@@ -113,7 +113,7 @@ def find_bare_job(job_id: str) -> BareJob | None:
     Raise a ConfigError if Slurm does not answer and there are no logs.
     """
     job = find_job(job_id)
-    logs = _logs_of(job_id, job)
+    logs = _find_logs(job_id, job)
     if not logs and job is not None and job.state == NO_ANSWER:
         raise config_error(job_id, "Slurm does not answer, and no run or log has this job id", "try again later")
     if not logs and not (job is not None and is_ours(job)):
@@ -129,16 +129,16 @@ def is_ours(job: Job) -> bool:
     return any((folder / "src/grpo_recipes").is_dir() for folder in (script.parent, script.parent.parent))
 
 
-def without_runs(jobs: Iterable[Job], job_ids: set[str]) -> list[BareJob]:
-    """Return the jobs of our batch scripts, except the jobs of runs (``job_ids``)."""
+def list_bare_jobs(jobs: Iterable[Job], job_ids: set[str]) -> list[BareJob]:
+    """Return the jobs of our batch scripts that have no run directory; ``job_ids`` are the jobs of runs."""
     return [
-        BareJob(job.id, job, _logs_of(job.id, job), Path(f"job-{job.id}"))
+        BareJob(job.id, job, _find_logs(job.id, job), Path(f"job-{job.id}"))
         for job in jobs
         if job.id not in job_ids and is_ours(job)
     ]
 
 
-def _logs_of(job_id: str, job: Job | None) -> dict[str, Path]:
+def _find_logs(job_id: str, job: Job | None) -> dict[str, Path]:
     """Return the job's existing logs: at the paths that Slurm shows, else in logs/ here or in the repository."""
     logs = {}
     for suffix in ("out", "err"):
@@ -149,8 +149,8 @@ def _logs_of(job_id: str, job: Job | None) -> dict[str, Path]:
     return logs
 
 
-def _last_lines(path: Path) -> list[str]:
-    """Return the last nonempty lines of a log, with secrets masked."""
+def _read_last_lines(path: Path) -> list[str]:
+    """Return the nonempty lines in the last 64 kB of a log, with secrets masked."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         text = strip_control_codes(mask_secrets(file.read().decode(errors="replace")))

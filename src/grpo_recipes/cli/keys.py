@@ -143,6 +143,7 @@ def _print_matches(matches: Entries, exact: set[str], word_start: re.Pattern[str
 
 
 def _describe_key(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line with an entry's name, and for a key its type, limits and default, then its help in lines."""
     facts = []
     if "type" in entry:
         limits = [f"{sign} {entry[limit]:g}" for sign, limit in ((">=", "min"), ("<=", "max")) if limit in entry]

@@ -123,6 +123,7 @@ def _number_problems(options: argparse.Namespace, count: int) -> list[Problem]:
 
 
 def _single_node_problems(options: argparse.Namespace) -> list[Problem]:
+    """Return problems of flags that have no effect on one node: an address that is not local, and a timeout."""
     problems = []
     if options.master_addr not in (None, "localhost", "127.0.0.1"):
         problem = f"is '{options.master_addr}', but the processes of one node meet at its loopback"

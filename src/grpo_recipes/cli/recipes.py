@@ -94,7 +94,10 @@ def new(options: argparse.Namespace) -> int:
 
 
 def _translate_recipe(source: Path, target: Path) -> TranslatedRecipe | None:
-    """Translate a recipe of another project; return None if the file is a recipe of this package."""
+    """Translate a recipe of another project; return None if the file is a recipe of this package.
+
+    Raise ConfigError if no installed extension translates recipes and the file is one of another project.
+    """
     translators = list(parts("translate"))
     if not translators and (source.suffix == ".toml" or is_foreign(read_file(source, []))):
         problem = f"'{display_path(source)}' is a recipe of another project, and no installed extension translates it"
@@ -233,7 +236,7 @@ def _print_rewards(results: list[ProbeResult]) -> None:
     print(*align_columns(table, numbers=True), sep="\n")
     for result in results:
         if result.failures:
-            lines = [_failure_line(result.reward, failure) for failure in result.failures]
+            lines = [_format_failure(result.reward, failure) for failure in result.failures]
             print(f"\n{result.reward} on", *lines, sep="\n")
         if result.missed is None and result.right_mean is not None and not result.distinguishes:
             from grpo_recipes.rewards.probe import describe_unpaid
@@ -244,7 +247,8 @@ def _print_rewards(results: list[ProbeResult]) -> None:
             print(f"grpo: note: {result.reward} is slow: {result.skipped} further completions were not tried")
 
 
-def _failure_line(name: str, failure: ProbeCompletion) -> str:
+def _format_failure(name: str, failure: ProbeCompletion) -> str:
+    """Return a line with the prompt, the answer and its wrong score by the reward ``name``, each text shortened."""
     from grpo_recipes.rewards.probe import describe_unscored
 
     def shorten(text: str) -> str:

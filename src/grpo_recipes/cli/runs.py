@@ -68,7 +68,7 @@ def site_options(required: bool) -> list[Option]:
 
 
 def chosen_profile(options: argparse.Namespace) -> Profile:
-    """Return the site's profile, with the values of the command line."""
+    """Return the site's profile, with the values of the command line. Raise ConfigError if one of them is not valid."""
     values = {key: text for key in OVERRIDES if (text := getattr(options, key)) is not None}
     return read_site_profile(options.profile, os.environ).with_values(values)
 

@@ -93,9 +93,11 @@ def _choices(commands: dict[str, Command]) -> dict[str, tuple[str, ...]]:
 
 
 def _switches(commands: dict[str, Command]) -> list[str]:
+    """Return the sorted flags of all options without a value."""
     options = itertools.chain(*(item.all_options() for item in commands.values()))
     return sorted({name for names, settings in options for name in names if settings.get("action") == "store_true"})
 
 
 def _cases(words: dict[str, str]) -> str:
+    """Return a branch of a shell's ``case`` for each pattern: ``PATTERN) COMMAND ;;``. An empty pattern has none."""
     return "\n".join(f"        {name}) {text} ;;" for name, text in words.items() if name)

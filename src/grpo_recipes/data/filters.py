@@ -11,10 +11,10 @@ from grpo_recipes.recipe.shapes import root_of, value_at
 
 
 def filter_rows(rows: Rows, text: str | None, source: str, counts: Counts) -> Rows:
-    """Return the rows with a number in the range of ``dataset_filter``; all rows without a filter.
+    """Return the rows whose column has a number in the range of the filter ``text``; all rows if it is None or empty.
 
-    ``counts`` gets the number of other rows and the distribution of the column, except of a stream. Raise ConfigError
-    if ``source`` has no such column.
+    A stream is filtered when it is read. For other rows, ``counts`` gets the number of dropped rows and the
+    distribution of the column. Raise ConfigError if ``source`` has no such column.
     """
     row_filter = parse_row_filter(text) if text else None
     if row_filter is None:

@@ -46,7 +46,10 @@ def format_error_line(error: Exception) -> str:
 
 
 def limit_every_wait(seconds: float) -> None:
-    """Set a timeout for each connection, read and write of huggingface_hub; some have none by default."""
+    """Set a timeout for each later connection, read and write of huggingface_hub in this process.
+
+    Some have none by default.
+    """
     from huggingface_hub import set_client_factory
     from huggingface_hub.utils._http import default_client_factory
 

@@ -44,6 +44,7 @@ class _TimedFile(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int | None:  # type: ignore[override]
+        """Read into ``buffer`` and return the number of bytes. Raise TimeoutError at the deadline."""
         if self._deadline is not None:
             remaining = self._deadline - time.monotonic()
             if remaining <= 0:

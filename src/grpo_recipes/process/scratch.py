@@ -159,7 +159,10 @@ def find_used_names(names: Iterable[str]) -> set[str]:
 
 
 def is_owner_alive(folder: Path) -> bool:
-    """Return whether another process holds the lock of a scratch folder: the run's launcher or a process guard."""
+    """Return whether another process holds the lock of a scratch folder: the run's launcher or a process guard.
+
+    False for a folder without a marker file, or on a file system without locks.
+    """
     return is_locked(folder / _MARKER)
 
 

@@ -64,7 +64,10 @@ def pack_completions(completions: Completions) -> bytes:
 
 
 def unpack_completions(body: bytes) -> Completions:
-    """Decode the body of an answer to completions; raise ValueError if it contains none or is inconsistent."""
+    """Decode the body of an answer to completions.
+
+    Raise ValueError if it is not a safetensors file or is inconsistent, and KeyError if it lacks an array.
+    """
     with translate_errors(
         SafetensorError, lambda error: ValueError(f"{len(body)} bytes that are not completions ({error})")
     ):
