@@ -215,7 +215,7 @@ def _print_runs() -> None:
 
 
 def _make_cells(run: Run, jobs: dict[str, Job] | None) -> tuple[str, ...]:
-    """Return a run's cells for ``_COLUMNS``; ``jobs`` are None if Slurm does not answer."""
+    """Return a run's cells for ``_COLUMNS``; for a damaged run, only its state. ``jobs`` are as in ``group_state``."""
     try:
         job = (Job(run.job_id, NO_ANSWER) if run.job_id else None) if jobs is None else jobs.get(run.job_id)
         state, has_ended = _describe_state(run, job)

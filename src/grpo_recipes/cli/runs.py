@@ -80,7 +80,7 @@ def chosen_profile(options: argparse.Namespace) -> Profile:
     takes_recipe=True,
 )
 def submit(options: argparse.Namespace) -> int:
-    """Submit a run. With ``--dry-run``, print its batch script to stdout and everything else to stderr.
+    """Submit a run and return 0. With ``--dry-run``, print its batch script to stdout and all other lines to stderr.
 
     Raise ConfigError before anything is submitted if a check fails. With ``--dry-run``, an unsuitable Python
     environment only prints a note.

@@ -335,6 +335,7 @@ def drop_duplicates(source: Problems, counts: Counts) -> Problems:
     answers_by_prompt: dict[bytes, set[bytes]] = {}
 
     def is_new(prompt: list[Message], answer: str) -> bool:
+        """Return whether no earlier row has this prompt and answer; count duplicates and other answers."""
         answers, digest = answers_by_prompt.setdefault(hash_prompt(prompt), set()), _hash_text(answer)
         new = digest not in answers
         counts.duplicates += not new

@@ -336,6 +336,7 @@ def _drop_too_long(
     checked_roles: set[tuple[str, ...]] = set()
 
     def batches() -> Iterator[Batch]:
+        """Yield the rows of each batch that are short enough, and count the others."""
         for batch in candidates.batches:
             renderer.check(batch["prompt"], checked_roles, args.system_prompt)
             lengths, longest = renderer.lengths(batch["prompt"]), args.max_prompt_length

@@ -393,6 +393,7 @@ class NodeWorker:
         """Connect to every node by its address and port; report an error text for each, empty after success."""
 
         def connect(node: int, peer: tuple[str, int]) -> str:
+            """Return an empty text if the node with this number answers at ``peer``, else the error."""
             try:
                 with socket.create_connection((peer[0], peer[1]), timeout=limit) as connection:
                     connection.settimeout(limit)
@@ -465,6 +466,7 @@ class NodeWorker:
 
 
 def _print_bytes(text: bytes) -> None:
+    """Write bytes to standard output at once."""
     sys.stdout.buffer.write(text)
     sys.stdout.buffer.flush()
 

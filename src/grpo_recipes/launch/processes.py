@@ -146,6 +146,7 @@ class Child(StartedProcess):
         return self._popen.poll() is None
 
     def state(self) -> State:
+        """Return whether the guard runs, the command's pid and exit code, and for trainers the ranks of this node."""
         alive, lost = self.alive(), self._find_lost()
         ranks = self._read_ranks() if self.process.trains else ()  # after ``lost``: a rank records its end first
         record = rundir.read_json(self._record)

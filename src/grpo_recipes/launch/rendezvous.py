@@ -380,6 +380,7 @@ def _enable_keep_alive(connection: socket.socket) -> None:
 
 
 def _send_message(connection: socket.socket, message: Message) -> None:
+    """Send a message as a line of JSON. Raise OSError if it is not sent within 20 seconds."""
     connection.settimeout(_HANDSHAKE_SECONDS)
     connection.sendall(json.dumps(message).encode() + b"\n")
 

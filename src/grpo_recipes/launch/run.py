@@ -245,7 +245,7 @@ def _replace_effect_of_sigterm(ending: Ending, stop: StopSignals) -> Ending:
 
 
 def make_smoke_task(attempt: Attempt) -> Ending | None:
-    """Create the built-in smoke models and data that the recipe uses, if missing. Return an ending if this fails."""
+    """Create the recipe's built-in smoke models and data if they are missing. Return an ending on failure, or None."""
     keys = ("model_name_or_path", "dataset_name", "eval_dataset_name")
     for name in dict.fromkeys(attempt.recipe[key] or "" for key in keys):
         if not name.startswith(SMOKE_SCHEME):

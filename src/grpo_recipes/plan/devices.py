@@ -104,7 +104,10 @@ class Resources:
 
 
 def find_resources(environment: Mapping[str, str]) -> Resources:
-    """Detect this node's devices and the Slurm job; assume that the job's other nodes have the same devices."""
+    """Return this node's devices and the Slurm job; assume that the job's other nodes have the same devices.
+
+    Raise ConfigError if torch is missing, CUDA_VISIBLE_DEVICES is wrong, or the driver does not answer.
+    """
     device, job = environment_device(), read_slurm_job(environment)
     gpus = find_visible_gpus(environment) if device == "cuda" else ()
     gib = find_gpu_memory(environment) if gpus else None

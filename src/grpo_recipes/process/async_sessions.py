@@ -102,6 +102,7 @@ def _make_listener_trace(owner: OwnListener) -> Callable[[str, dict[str, Any]], 
     sockets_before: list[frozenset[int]] = []
 
     async def trace(event: str, _: dict[str, Any]) -> None:
+        """Store the listening sockets at the start of a connection, and compare them at its end."""
         if event == "connection.connect_tcp.started":
             sockets_before[:] = [owner.find_own_sockets()]
         elif event == "connection.connect_tcp.complete" and [owner.find_own_sockets()] != sockets_before:

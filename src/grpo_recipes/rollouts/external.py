@@ -149,7 +149,10 @@ class ExternalClient(BridgeClient):
     def generate(  # type: ignore[override]  # TRL passes the sampling parameters by name
         self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any
     ) -> dict[str, list[Any]]:
-        """Generate as TRL's client does, with one request per completion. Set ``failed`` for missing completions."""
+        """Generate as TRL's client does, with one request per completion. Set ``failed`` for missing completions.
+
+        Raise ServerError for images, and BadAnswer if all completions are missing.
+        """
         if features is not None:
             raise ServerError("images can't be sent to an external server")
         sample = partial(self._sample, prompts, self._derive_seeds(len(prompts)), n, kwargs)
@@ -192,7 +195,7 @@ class ExternalClient(BridgeClient):
     def probe(self, prompt: list[int]) -> tuple[list[int], list[float]]:
         """Sample a completion of up to 32 tokens at temperature 1, and return its ids and log-probs.
 
-        Without other sampling settings, all servers report the same log-probs.
+        Without other sampling settings, all servers report the same log-probs. Raise BadAnswer if three attempts fail.
         """
         sampling = SamplingParameters(max_tokens=_PROBED_TOKENS, seed=self._sync)
 

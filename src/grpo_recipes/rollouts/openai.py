@@ -214,7 +214,7 @@ class CompletionClient:
 
         A missing completion is a ``Failed``. ``seeds`` contains a seed for each prompt. By default they derive from
         ``sampling.seed`` and the prompt's index. SGLang only uses seeds if it was started with
-        ``--enable-deterministic-inference``.
+        ``--enable-deterministic-inference``. Raise ValueError for a chat and SGLang.
         """
         if self.backend == SGLANG and any(_is_chat(prompt) for prompt in prompts):
             raise ValueError("SGLang answers a chat without token ids: render it, and send token ids")

@@ -63,6 +63,7 @@ def _find_changed_files(folder: Path, names: Iterable[str], digests: Mapping[str
     """
 
     def find_difference(name: str) -> tuple[str, str]:
+        """Return a file's name and its fault, which is empty if the file is unchanged."""
         try:
             is_same = compute_digest(folder / name) == digests.get(name)
             return name, "" if is_same else "was changed since the run wrote it"

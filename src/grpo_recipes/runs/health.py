@@ -328,6 +328,7 @@ def _make_level_test(
     """
 
     def facts(health: Health, enough: int) -> Facts | None:
+        """Return the window's first step and its level, or None for too few values or a level within the limit."""
         window = health.metrics[key].window
         if len(window) < enough or (level := level_of(value for _, value in window)) <= limit:
             return None

@@ -86,7 +86,7 @@ class Run:
 
     @functools.cached_property
     def recipe(self) -> dict[str, Any]:
-        """The keys in ``recipe.yaml``."""
+        """The keys in ``recipe.yaml``; empty without the file. Raise ConfigError if it is not a YAML mapping."""
         path = self.folder / "recipe.yaml"
         damaged = config_error(display_path(path), "is damaged (not a YAML mapping)", _REPAIR)
         with translate_errors((yaml.YAMLError, RecursionError), lambda _: damaged):
@@ -435,7 +435,7 @@ def read_rows(path: Path, lenient: bool = False) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: Path, lenient: bool = False) -> list[tuple[str, dict[str, Any]]]:
-    """Return a pair of line and row for each row of a file; the arguments are the same as in ``read_rows``."""
+    """Return a pair of line and row for each row of a file; arguments and errors are the same as in ``read_rows``."""
     lines: list[tuple[str, dict[str, Any]]] = []
     content = b""
     if path.is_file() if lenient else path.exists():

@@ -101,7 +101,8 @@ def _keep_linear_weights() -> None:
     """Do not pack linear weights, so that a reload changes the matrix product and the guard can read them.
 
     vLLM's CPU build packs each weight into a private copy at load time and multiplies with that copy. With tied
-    embeddings, a reload does not update the copy: the server answers 200 and computes with old weights.
+    embeddings, a reload does not update the copy: the server answers 200 and computes with old weights. Raise
+    RuntimeError if this vLLM has no function that packs weights.
     """
     import vllm.model_executor.layers.utils as layer_utils
 

@@ -113,6 +113,7 @@ def read_slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
     """
 
     def read_number(name: str, default: str = "") -> int:
+        """Return a variable of Slurm as a number, by default ``default``. Raise ConfigError for another text."""
         text = environment.get(name) or default
         if not text.isdecimal():
             fix = f"unset {name}, or submit with sbatch"

@@ -64,7 +64,7 @@ class Checks:
         self._unproven = False  # whether the batches since the last sync had no scored token to compare
 
     def check_gradient(self, norm: Any) -> float | None:
-        """Return the gradient norm as a number, or None. Raise NotFinite if the loss or the norm is not finite.
+        """Return ``norm`` as a number, or None if it is None. Raise NotFinite if the loss or the norm is not finite.
 
         fp16 may skip up to ``MOST_SKIPPED`` steps in a row, because its loss scale is still too large.
         """
@@ -153,7 +153,10 @@ class Checks:
             return self._measure_difference(batch_of_one)
 
     def _measure_difference(self, output: dict[str, Any]) -> float | None:
-        """Return the mean |trainer - server| log-prob of a batch; NaN and None as in ``measure_logprob_difference``."""
+        """Return the mean |trainer - server| log-prob of a batch over all ranks.
+
+        NaN, None and NotFinite as in ``measure_logprob_difference``.
+        """
         trainer = self._trainer
         logps = output.get("old_per_token_logps")
         modules = trainer.model.modules()

@@ -34,6 +34,7 @@ def compute_geometric_mean_loss(
     clipped: list[torch.Tensor] = []
 
     def clip(logps_BT: torch.Tensor) -> None:
+        """Set the old log-probs in ``rows`` so that clipped tokens have no gradient, and store masks in ``clipped``."""
         old_BT = logps_BT.detach() if old_logps_BT is None else old_logps_BT
         log_ratios_BT, *clipped[:] = clip_log_ratios(logps_BT - old_BT, advantages, *limits)
         is_clipped_BT = clipped[0] | clipped[1]

@@ -111,8 +111,8 @@ class MaxEntGRPOTrainer(GRPOTrainer):
     def weigh(self, output: dict[str, Any]) -> torch.Tensor | None:
         """Return the objective's advantages, (P, G), of all ranks, and log metrics of the weights.
 
-        Return None to keep TRL's advantages, which equal those of ``tempered`` at tau inf bit for bit. Raise
-        ConfigError if the source has its own advantages.
+        Return None to keep TRL's advantages, which equal those of ``tempered`` at tau inf bit for bit. If ``beta`` is
+        0, remove the reference's log-probs from ``output``. Raise ConfigError if the source has its own advantages.
         """
         if self.source is not None and self.source.brings_advantages:
             problem = "a group has its own advantages, but MaxEnt computes advantages from the scores of a group"
@@ -128,7 +128,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         return None if self.args.maxent_objective == "tempered" and self.tau == math.inf else advantages_PG
 
     def _gather_groups(self, output: dict[str, Any]) -> Groups:
-        """Gather the rewards, lengths and log-probs of the generation from all ranks, as groups of completions."""
+        """Return the rewards, lengths and log-probs of the generation of all ranks, as groups of completions."""
         mask = trained_mask(output)
         columns = {"lengths": mask.sum(1).double()}
         if self._target_beta > 0:

@@ -57,7 +57,7 @@ class MicroBatches:
         return [rows for step in steps for rows in self._sort_step(step)]
 
     def _sort_step(self, parts: Sequence[Rows]) -> list[Rows]:
-        """Sort the rows of an optimizer step by length, over its micro-batches, and add ``TOKENS`` to each of these."""
+        """Return the micro-batches of an optimizer step with its rows sorted by length, each with ``TOKENS`` added."""
         step = {name: _join_values([part[name] for part in parts]) for name in parts[0]}
         lengths_B = step["prompt_mask"].sum(dim=1) + step["completion_mask"].sum(dim=1)
         order_B = lengths_B.argsort(descending=True, stable=True)

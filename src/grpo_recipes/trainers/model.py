@@ -68,6 +68,7 @@ def save_model(trainer: InnerTrainer, folder: Path) -> None:
     is_main = trainer.accelerator.is_main_process
 
     def save_then_rename(folder: Path, save: Callable[[Path], None]) -> None:
+        """Call ``save`` with a temporary folder, add the tokenizer, and let that folder replace ``folder``."""
         partial = folder.with_name(f".{folder.name}.partial")
         save(partial)
         if is_main:

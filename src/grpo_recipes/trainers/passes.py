@@ -114,6 +114,7 @@ def _compute_in_one_row(
     output = model(input_ids=ids_1N, position_ids=positions_1N, labels=labels_1N, **kwargs)
 
     def as_rows(values_1N: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the values of the single row as (b, L - 1), with 0 for padding. None stays None."""
         if values_1N is None:
             return None
         zeros_bL = values_1N.new_zeros(real_bL.shape)

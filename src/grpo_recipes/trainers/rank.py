@@ -114,6 +114,7 @@ def wait_for_all_ranks(run_dir: Path, device: torch.device, seconds: float | Non
     limit, backend = datetime.timedelta(seconds=seconds), torch.distributed.get_backend()
 
     def name_missing_ranks(error: RuntimeError) -> RuntimeError:
+        """Return a RuntimeError with the missing ranks in ``error``, and their nodes, in its message."""
         match = re.search(r"Ranks ([\d, ]+) failed to pass monitoredBarrier", str(error))
         missing = [int(rank) for rank in match[1].split(",")] if match else []
         nodes = [read_json(run_dir / "processes" / f"rank_{rank}.json").get("node", "?") for rank in missing]

@@ -135,6 +135,7 @@ def choose_rows(totals: list[float | None], group: int, answered: int, count: in
         return -math.inf if total is None else total
 
     def extremes(start: int, most: int) -> list[int]:
+        """Return at most ``most`` rows of the group at ``start``: the best, the worst, the second best, and so on."""
         rows = range(start, min(start + group, len(totals)))
         ranked = sorted(rows, key=reward_of, reverse=True)
         return [ranked.pop(-(index % 2)) for index in range(len(rows))][:most]

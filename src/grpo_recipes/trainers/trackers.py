@@ -67,27 +67,32 @@ def close_trackers(code: int) -> None:
 
 
 def _close_wandb(wandb: Any, code: int) -> None:
+    """Finish the W&B run of this process, if there is one."""
     if wandb.run is not None:
         wandb.finish()
 
 
 def _close_trackio(trackio: Any, code: int) -> None:
+    """Finish the Trackio run of this process, if there is one."""
     if trackio.context_vars.current_run.get() is not None:
         trackio.finish()
 
 
 def _close_mlflow(mlflow: Any, code: int) -> None:
+    """End the active MLflow run, if there is one, as killed after a stop request (code 75), else as failed."""
     if mlflow.active_run() is not None:
         mlflow.flush_async_logging()
         mlflow.end_run("KILLED" if code == EXIT_STOPPED else "FAILED")
 
 
 def _close_swanlab(swanlab: Any, code: int) -> None:
+    """Finish the SwanLab run of this process, if there is one."""
     if swanlab.get_run() is not None:
         swanlab.finish()
 
 
 def _close_comet(comet_ml: Any, code: int) -> None:
+    """End the running Comet experiment, if there is one."""
     if (experiment := comet_ml.get_running_experiment()) is not None:
         experiment.end()
 

@@ -136,7 +136,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
 
     @contextlib.contextmanager
     def replacing_generate(self, generate: Callable[..., dict[str, Any]]) -> Iterator[None]:
-        """Replace ``self.generate`` by this function in the block."""
+        """Replace ``self.generate`` by this function in the block, and restore it afterwards."""
         self.__dict__["generate"] = generate
         try:
             yield
@@ -236,7 +236,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         return state == "ready"
 
     def _prepare_next_server(self) -> None:
-        """Wait for the next server, send it the last weights, verify them (WeightsDiffer), empty its cache."""
+        """Wait for the next server, send it the last weights, and empty its cache. WeightsDiffer if it has others."""
         self._wait_for_server(self._adopt_ready_server)
         if self._sync:
             self._resend()
@@ -381,6 +381,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         ordered = self._run_seed is not None and not self.has_other_clients
 
         def sample(index: int) -> Rows:
+            """Request the completions of the prompt with this index."""
             seed = {} if seeds is None else {"seed": seeds[index]}
             priority = {"priority": index} if ordered else {}
             # The completions of a forward pass decide the last bits of log-probs, so they must not depend on the load.

@@ -108,6 +108,7 @@ class ColocatedGeneration(SamplingSeeds, Generation):
         group = self.accelerator.process_index // self.tensor_parallel_size
 
         def seeds(count: int) -> list[int]:
+            """Return the seeds of the ``count`` rows of this rank's engine."""
             rows = range(group * count, (group + 1) * count)
             if self.seed_numbers is not None:
                 return [self.derive_prompt_seed(self.seed_numbers[row]) for row in rows]

@@ -65,6 +65,7 @@ class ServerAdapter(BoundedAdapter):
         limit, path = self.compute_time_limit(kwargs.get("timeout")), request.path_url
 
         def failure(error: BaseException) -> ServerError:
+            """Return a ServerLate after the deadline, a BadAnswer if the server is healthy, else a ServerLost."""
             connected = not isinstance(error, requests.ConnectTimeout)
             while cause := error.__cause__ or error.__context__:  # the last cause is the operating system's error
                 error = cause
