@@ -143,7 +143,7 @@ def _describe_state(run: Run, job: Job | None) -> tuple[str, bool]:
     option("which", nargs="?", metavar="RUN", help=f"{GROUP_HELP} (default: list everything in RUN_ROOT)"),
 )
 def status(options: argparse.Namespace) -> int:
-    """Print the state of a run or a folder of runs, or a table of everything in RUN_ROOT."""
+    """Print the state of a run or a folder of runs, or a table of everything in RUN_ROOT. Return 0."""
     if options.which is None:
         _print_runs()
         return 0
@@ -445,7 +445,7 @@ def target_state(target: Run | RunGroup, jobs: JobState) -> tuple[str, bool]:
     switch("--now", help="Stop at once, without waiting for the current step"),
 )
 def stop(options: argparse.Namespace) -> int:
-    """Request that a run, or all trials of a group, save and end; remove a waiting job from the queue.
+    """Request that a run, or all trials of a group, save and end; remove a waiting job from the queue. Return 0.
 
     Raise ConfigError if the target has already ended.
     """

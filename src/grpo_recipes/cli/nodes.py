@@ -134,9 +134,9 @@ def _single_node_problems(options: argparse.Namespace) -> list[Problem]:
 
 
 def _interface_of_node_0(address: str | None, is_node_0: bool) -> str | Problem | None:
-    """Return the network interface of this node with the address of node 0, or the problem with the address.
+    """Return the name of this node's network interface with the address of node 0, or the problem with the address.
 
-    Return None on other nodes (``is_node_0`` false), where only the address is checked.
+    On other nodes (``is_node_0`` false), only check the address, and return None instead of a name.
     """
     addresses = {
         entry.address: name

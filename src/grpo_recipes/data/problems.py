@@ -249,7 +249,7 @@ def make_problems(
     rows = rows.select_columns(list(dict.fromkeys(root_of(column, names) for column in read)))
 
     def convert_batches() -> Iterator[Batch]:
-        """Yield a batch of problems for each batch of rows."""
+        """Yield the problems of each batch of rows, without rows that have no prompt or no solution. Update counts."""
         unread, marker, system = rows.iter(batch_rows), args.dataset_solution_marker, args.system_prompt
         while True:
             with describing_read_errors(source.id):
@@ -422,7 +422,10 @@ def load_mixture(
 def _load_part(
     entry: DatasetConfig, seed: int, args: ScriptArguments, counts: Counts, fetched: Fetched | None
 ) -> Dataset:
-    """Read a dataset of the mixture as problems with the column ``source``. ``weight`` is a fraction of its rows."""
+    """Return the problems of a dataset of the mixture, with the column ``source``. Update ``counts``.
+
+    ``entry.weight`` selects a random fraction of the rows. None selects all.
+    """
     rows = read_rows(entry.id, entry.config, entry.split, fetched=fetched)
     if entry.weight is not None:
         count = max(1, round(float(entry.weight) * len(rows)))

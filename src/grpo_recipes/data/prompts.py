@@ -150,7 +150,7 @@ def load_prompts(
     renderer = make_renderer(args.chat_template, tokenizer, template_kwargs)
 
     def prepare() -> Prompts:
-        """Read, render and filter the rows."""
+        """Return the training prompts. Raise ConfigError if fewer than ``least`` are left."""
         counts, limit = Counts(), args.max_train_prompts
         if (data := generated(args.dataset_name)) and data.ordered:
             return _load_repeated(args, renderer, counts, least)
@@ -202,7 +202,7 @@ def load_eval_prompts(
     renderer = make_renderer(args.chat_template, tokenizer, template_kwargs)
 
     def prepare() -> Prompts:
-        """Read, render and filter the rows."""
+        """Return the evaluation prompts. Raise ConfigError if none is left."""
         counts = Counts()
         source = get_eval_source(args) if args.eval_dataset_name or not args.dataset_mixture else None
         if source and (data := generated(source.id)) and data.ordered:

@@ -141,7 +141,10 @@ def list_assets(recipe: Recipe, local: bool = False) -> list[Asset]:
 
 
 def _iterate_recipe_assets(recipe: Recipe) -> Iterator[Asset]:
-    """Yield the models, the training and evaluation sets and the benchmarks of a recipe, possibly with duplicates."""
+    """Yield the models, the training and evaluation sets and the benchmarks of a recipe, possibly with duplicates.
+
+    An asset whose key is not set has an empty id.
+    """
 
     def dataset(key: str, name: str | None, config: str | None, split: str | None, limit: int | None = None) -> Asset:
         return Asset(kind=DATASET, id=name or "", config=config, split=split, limit=limit, where=recipe.source(key))

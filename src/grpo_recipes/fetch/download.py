@@ -197,7 +197,10 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _load_rows(asset: Asset, commit: str, cache: str) -> Any:
-    """Load the rows of a dataset at a commit; intermediate files go to ``cache``."""
+    """Return the rows of a dataset at a commit, only the first ``asset.limit`` if it is set.
+
+    Intermediate files go to ``cache``.
+    """
     arguments: dict[str, Any] = {"split": asset.split, "revision": commit, "cache_dir": cache}
     if asset.limit is None:
         return datasets.load_dataset(asset.id, asset.config, **arguments)

@@ -25,7 +25,10 @@ _READ_ON_IMPORT = ("OMP_", "KMP_", "CUDA_")  # variables that torch's libraries 
 
 
 def main() -> None:
-    """Run `accelerate launch` with the arguments of the command line."""
+    """Run `accelerate launch` with the arguments of the command line, with two changes.
+
+    The store of the rendezvous listens only at the master address, and a single process runs the script here.
+    """
     from accelerate.commands import launch
     from accelerate.utils import prepare_simple_launcher_cmd_env
     from torch.distributed import TCPStore

@@ -38,7 +38,10 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
         super().__init__(trust_env=False, limits=openai.DEFAULT_CONNECTION_LIMITS)
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send the request; its response raises an error at the deadline, or after too many bytes."""
+        """Send the request and return its response, whose body raises an error at the deadline or after too many bytes.
+
+        Raise ReadTimeout at the deadline, ConnectError if another process listens, DecodingError if it is compressed.
+        """
         deadline = asyncio.get_running_loop().time() + self._timeout
         request.headers["Accept-Encoding"] = "identity"  # httpx2 cannot limit the decompressed size
         if self._owner is not None:

@@ -112,7 +112,7 @@ class CompletionsFile:
 
 @contextmanager
 def open_completions(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> Iterator[CompletionsFile]:
-    """Open and lock a new or existing file for a dataset's ``rows``, and close it after the block.
+    """Open and lock a new or existing file for a dataset's ``rows``, read its rows, and close it after the block.
 
     Raise ConfigError if the file has other settings, or another process writes it. A file that is still empty at the
     end is removed, together with the folders created for it.

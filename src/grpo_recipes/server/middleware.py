@@ -99,7 +99,8 @@ class ReportActivity:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer requests for the activity; pass on all others, and count POST requests while they run.
 
-        A successful request to ``SYNCED_PATH`` sets the step that later answers carry.
+        A successful request to ``SYNCED_PATH`` sets the step that later answers carry. Before the first, a request of
+        an environment gets 503.
         """
         kind, method = scope["type"], scope.get("method")
         if kind == "http" and self._policy is not None:

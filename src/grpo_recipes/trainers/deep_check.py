@@ -186,7 +186,8 @@ def _has_generation_config(model_args: ModelConfig) -> bool:
 def _check_prompts(rows: list[dict[str, Any]], check: DeepCheck) -> list[str]:
     """Return lines about the prompts of ``rows``: token lengths, end of an answer in the template, first prompt.
 
-    Raise ConfigError if none fits ``max_prompt_length`` or the chat template can't render one.
+    Raise ConfigError without rows, if no prompt fits ``max_prompt_length``, or if the chat template can't render one or
+    leaves out a message.
     """
     recipe = check.recipe
     if not rows:

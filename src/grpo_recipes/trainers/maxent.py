@@ -239,7 +239,10 @@ class MaxEntGRPOTrainer(GRPOTrainer):
             self._tau_measures.append(metrics[measure])
 
     def _warn_of_wrong_answers(self, groups: Groups, advantages_PG: torch.Tensor) -> None:
-        """Print a warning once, on rank 0, if wrong answers got most positive advantages of recent generations."""
+        """Print a warning on rank 0, once, if wrong answers got over half of the positive advantages.
+
+        The last 10 generations count. Before the tenth, do nothing.
+        """
         positive_PG = advantages_PG.clamp(min=0)
         self._on_wrong.append((positive_PG[groups.wrong_PG].sum().item(), positive_PG[groups.judged_PG].sum().item()))
         on_wrong, on_all = (sum(column) for column in zip(*self._on_wrong, strict=True))

@@ -112,7 +112,7 @@ class MetricsRows:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Count the time of the block as ``evaluate``, including its sampling and scoring."""
+        """Count the time of the block as ``evaluate``, with its sampling and scoring. Before the first step, add nothing."""
         seconds, syncs = self._seconds, self._syncs
         self._seconds = dict(seconds)
         try:
@@ -147,7 +147,7 @@ class MetricsRows:
         self._prompt_values = {}
 
     def _append_row(self, logs: dict[str, float], now: float) -> None:
-        """Append the row to ``metrics.jsonl``, and write the address of the W&B run if it has changed."""
+        """Append the row to ``metrics.jsonl``. Write ``tracked.json`` if an address in a tracker has changed."""
         state = self._trainer.state
         step_seconds = now - (self._row_began or now)
         tokens = state.num_input_tokens_seen - self._tokens_before
