@@ -311,7 +311,7 @@ class Supervisor:
         running = self._list_running()
 
         def tick() -> Ending | None:
-            """Run the monitor's checks, and check whether training is over."""
+            """Return the ending that the monitor finds, or None. If training is over, end what only training needs."""
             ending = self._monitor.tick()
             training_only = [group for group in running if group.process.until_trained]
             if ending is None and training_only and not self._stopping() and has_trained(self._folder):

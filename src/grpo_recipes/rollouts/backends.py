@@ -156,7 +156,10 @@ class Rollouts:
         return None
 
     def resending_weights(self) -> AbstractContextManager[None]:
-        """Return a context manager that makes the next generation after the block send and verify the weights again."""
+        """Return a context manager that lets the next generation after its block send and verify the weights again.
+
+        If no weights are sent, it does nothing.
+        """
         return nullcontext()
 
     @property

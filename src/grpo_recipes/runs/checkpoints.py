@@ -262,7 +262,7 @@ def prune_checkpoints(folder: Path, limit: int | None, best: Path | None = None)
 
 @contextmanager
 def recording_changes(run_dir: Path) -> Iterator[None]:
-    """Delete ``digests.json`` before the block, and write it again with the changed files' digests after the block.
+    """Delete ``digests.json`` before the block, which changes files that it records, and write it again afterwards.
 
     ``digests.json`` records the digests of a run directory's own files, such as recipe and plan. A run that fails or is
     killed inside the block has no record, so its resume does not verify these files.

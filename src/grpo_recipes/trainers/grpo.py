@@ -133,7 +133,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     @contextmanager
     def with_settings(self, **settings: Any) -> Iterator[None]:
-        """Compute with these values of the trainer's attributes in the block."""
+        """Set these attributes of the trainer in the block, and restore them afterwards."""
         outer_settings = {name: getattr(self, name) for name in settings}
         vars(self).update(settings)
         try:
@@ -500,7 +500,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return super().prediction_step(*args, **kwargs)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Build TRL's loader, a new one for each set passed. transformers would reuse the loader of an earlier set."""
+        """Build TRL's loader, always a new one for a Dataset: transformers would reuse the loader of an earlier set."""
         if eval_dataset is None or isinstance(eval_dataset, str):
             return super().get_eval_dataloader(eval_dataset)
         loaders, self._eval_dataloaders = getattr(self, "_eval_dataloaders", {}), {}

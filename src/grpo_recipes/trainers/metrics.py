@@ -112,7 +112,7 @@ class MetricsRows:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Count the time of the block as ``evaluate``, with its sampling and scoring. Before the first step, add nothing."""
+        """Count the time of the block as ``evaluate``, with its sampling and scoring; nothing before the first step."""
         seconds, syncs = self._seconds, self._syncs
         self._seconds = dict(seconds)
         try:

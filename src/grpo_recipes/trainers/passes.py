@@ -152,7 +152,7 @@ class SharedComputation:
 
     @contextmanager
     def reading(self, read: Callable[[torch.Tensor], None]) -> Iterator[None]:
-        """In the block, call ``read`` with the log-probs of completions, (B, T), before TRL gets them."""
+        """In the block, let ``reuse`` call ``read`` with the log-probs of completions, (B, T), before TRL gets them."""
         self._read = read
         try:
             yield
@@ -161,7 +161,7 @@ class SharedComputation:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """In the block, return the log-probs of the first ``reuse`` from all calls of it."""
+        """In the block, let the first call of ``reuse`` compute the log-probs, and all later calls return the same."""
         self._is_shared = True
         try:
             yield

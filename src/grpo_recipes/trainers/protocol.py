@@ -143,7 +143,7 @@ class InnerTrainer(SamplingTrainer, Protocol):
         """Compute log-probs in the block with a temperature per row, (B,). ``None`` means the recipe's temperature."""
 
     def with_settings(self, **settings: Any) -> AbstractContextManager[None]:
-        """Compute with these values of the trainer's attributes in the block."""
+        """Set these attributes of the trainer in the block, and restore them afterwards."""
 
     def loss_and_policy_gradient_term(
         self, compute: Callable[[Any, dict[str, Any]], torch.Tensor], model: Any, rows: dict[str, Any]

@@ -281,7 +281,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
 
     @contextlib.contextmanager
     def _ignoring_failures_while_stopping(self) -> Iterator[None]:
-        """Suppress an exception in the block if the run stops: the server may have been stopped first."""
+        """Suppress an exception in the block if the run stops at most 3 seconds later: the server may stop first."""
         try:
             yield
         except Exception:

@@ -25,7 +25,7 @@ class Engine(LLM):
 
     @contextmanager
     def seeding_rows(self, seeds: Callable[[int], Sequence[int]]) -> Iterator[None]:
-        """In the block, sample each row of a batch of ``n`` rows with its own seed from ``seeds(n)``."""
+        """In the block, sample the rows of a batch with the seeds that ``seeds(number of rows)`` returns, one for each."""
         self._row_seeds = seeds
         try:
             yield
