@@ -148,7 +148,10 @@ def incorrect_mass(weights_PG: torch.Tensor, wrong_PG: torch.Tensor) -> torch.Te
 
 
 def target_ratio(weights_PG: torch.Tensor, right_PG: torch.Tensor, wrong_PG: torch.Tensor) -> torch.Tensor:
-    """Return the (P,) ratios of the mean weight of right to wrong answers. NaN for a group without right or wrong."""
+    """Return the (P,) ratios of the mean weight of right to wrong answers. NaN for a group without right or wrong.
+
+    Infinite if only wrong answers have weight 0.
+    """
 
     def mean_weight(selected_PG: torch.Tensor) -> torch.Tensor:
         return weights_PG.masked_fill(~selected_PG, 0.0).sum(1) / selected_PG.sum(1)

@@ -426,7 +426,7 @@ class Monitor:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process was stopped by a signal (SIGSTOP)."""
+    """Return whether a process was stopped by a signal (SIGSTOP). False if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     return False

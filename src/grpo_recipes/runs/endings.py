@@ -155,7 +155,8 @@ def ending(run: Run) -> Finding:
 def checkpoints(run: Run) -> Finding:
     """Check for complete checkpoints, which a resume needs.
 
-    Problem: only incomplete checkpoints, so a resume is rejected. Warning: none, so a resume starts at step 0.
+    Problem: only incomplete checkpoints, so a resume is rejected. Warning: none, so a resume starts at step 0. Ok if
+    one is complete, the run is completed, or it has no steps.
     """
     folder = run.folder / "checkpoints"
     if complete := list_complete_checkpoints(folder):

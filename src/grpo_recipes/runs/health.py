@@ -324,7 +324,8 @@ def _make_level_test(
 ) -> Callable[[Health, int], Facts | None]:
     """Return a ``facts`` function for a rule: it holds if the mean of a metric's last 10 values is above ``limit``.
 
-    ``level_of`` computes the level; it may be another function than the mean.
+    ``level_of`` computes the level; it may be another function than the mean. With fewer values than the rule's
+    ``enough``, it does not hold.
     """
 
     def facts(health: Health, enough: int) -> Facts | None:

@@ -133,8 +133,8 @@ class MetricsRows:
     def write(self, logs: dict[str, float]) -> None:
         """End the row of a step and begin the next one. Every rank adds the step to its trace; nothing is gathered.
 
-        The main process appends a row to ``metrics.jsonl``: TRL's ``logs``, tokens, and its own times and memory. If
-        the W&B address has changed, it also writes ``tracked.json``.
+        The main process appends a row to ``metrics.jsonl``: TRL's ``logs``, tokens, and its own times and memory. If an
+        address in a tracker has changed, it also writes ``tracked.json``.
         """
         now, state = time.perf_counter(), self._trainer.state
         self._end_update(now)

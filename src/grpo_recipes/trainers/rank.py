@@ -80,7 +80,7 @@ def recording_rank(folder: Path) -> Iterator[None]:
 
 
 def _end_collectives() -> bool:
-    """Destroy torch.distributed's process group. Return False if that takes more than 60 seconds.
+    """Destroy torch.distributed's process group, if there is one. Return False if that takes more than 60 seconds.
 
     A gloo thread that frees a tensor during the interpreter's exit aborts the process, and a finished run would count
     as failed. NCCL may wait for a rank that has gone. Everything is saved by now.

@@ -25,7 +25,7 @@ class Engine(LLM):
 
     @contextmanager
     def seeding_rows(self, seeds: Callable[[int], Sequence[int]]) -> Iterator[None]:
-        """In the block, sample the rows of a batch with the seeds that ``seeds(number of rows)`` returns, one for each."""
+        """In the block, sample each of the ``n`` rows of a batch with its own seed; ``seeds(n)`` returns all seeds."""
         self._row_seeds = seeds
         try:
             yield
