@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from grpo_recipes import cli
 from grpo_recipes.cli.runs import OVERRIDES
@@ -14,6 +16,7 @@ from grpo_recipes.launch import submission
 from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
+from grpo_recipes.runs import rundir
 from grpo_recipes.runs.rundir import describe_code_change, find_run, read_json
 from tests.plan.model_folders import SMALL, model_folder
 
@@ -48,8 +51,8 @@ def fake_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return put
 
 
-def submit(*arguments: str, profile: str = "cpu", recipe: str = SMOKE) -> int:
-    return cli.main(["submit", recipe, "--profile", profile, *arguments])
+def submit(*arguments: str, profile: str = "cpu", recipe: str = SMOKE, then: tuple[str, ...] = ()) -> int:
+    return cli.main(["submit", recipe, *then, "--profile", profile, *arguments])
 
 
 def profile_of(folder: Path, text: str) -> str:
@@ -67,7 +70,7 @@ def only_run(folder: Path) -> Path:
     return path.parent
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str, **named: str) -> str:
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str, **named: Any) -> str:
     assert submit(*arguments, **named) == 2
     assert not Path("runs").exists() or not [path for path in Path("runs").iterdir() if path.name != ".jobs"]
     return capsys.readouterr().err
@@ -120,6 +123,41 @@ def test_a_dry_run_says_that_the_environment_is_another(capsys) -> None:
     assert submit("--dry-run", profile="mltheory") == 0
     assert "submitting would fail: --profile: the nodes have GPUs" in capsys.readouterr().err
     assert "run DEVICE=cuda make setup" in refusal(capsys, profile="mltheory")
+
+
+def test_each_of_several_recipes_is_a_job_that_starts_from_the_model_before(folder, fake_sbatch, capsys) -> None:
+    fake_sbatch('echo "$@" >> "$PWD/seen"; wc -l < "$PWD/seen"')
+    pair = [str(find_code_root() / f"recipes/smoke/{name}.yaml") for name in ("sft", "sft_grpo")]
+    assert submit("--seed", "7", recipe=pair[0], then=(pair[1],)) == 0
+    first, second = (folder / "runs" / (folder / f"runs/.jobs/fake-{job}").read_text() for job in (1, 2))
+    assert (folder / "seen").read_text().splitlines() == [
+        f"--parsable {first}/job.sh",
+        f"--parsable --dependency=afterok:1 --kill-on-invalid-dep=yes {second}/job.sh",
+    ]
+    assert f"submitted job 2, run directory runs/{second.name}, starts after the success of job 1" in (
+        capsys.readouterr().out
+    )
+    recipes = [yaml.safe_load((run / "recipe.yaml").read_text()) for run in (first, second)]
+    assert [recipe["seed"] for recipe in recipes] == [7, 7]
+    assert recipes[0]["task"] == "sft" and recipes[0]["model_name_or_path"] == "smoke:untrained"
+    assert recipes[1]["model_name_or_path"] == str(first / "model")
+    assert not any("model" in asset["kind"] for asset in read_json(second / "run.json").get("sources", []))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model_name_or_path", "a/b"], "--model_name_or_path: would apply to every recipe. Fix: set model_name_or"),
+        (["--run_name", "one"], "would be the directory of two runs. Fix: set another run_name in"),
+        (["--learning_rate", "x"], "learning_rate: expected a number, got 'x'"),
+    ],
+)
+def test_several_recipes_are_checked_before_the_first_is_submitted(
+    fake_sbatch, monkeypatch, capsys, flags, message
+) -> None:
+    fake_sbatch("echo 1")
+    monkeypatch.setattr(rundir, "timestamp", lambda: "20260101-000000")
+    assert message in refusal(capsys, *flags, then=(SMOKE,))
 
 
 def test_another_environment_is_not_looked_into(folder, fake_sbatch) -> None:

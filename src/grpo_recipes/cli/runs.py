@@ -12,8 +12,15 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.launch.rendezvous import Meeting
 from grpo_recipes.launch.resolve import Options
 from grpo_recipes.launch.run import launch as launch_run
-from grpo_recipes.launch.submission import prepare_submission, read_site_profile, require_environment, submit_run
+from grpo_recipes.launch.submission import (
+    Submission,
+    prepare_submissions,
+    read_site_profile,
+    require_environment,
+    submit_run,
+)
 from grpo_recipes.paths import display_path
+from grpo_recipes.plan.estimates import Estimates
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.slurm.client import read_slurm_job
 from grpo_recipes.slurm.profile import KEYS, Profile
@@ -74,40 +81,54 @@ def chosen_profile(options: argparse.Namespace) -> Profile:
 
 
 @command(
-    "Check a recipe, freeze it and submit it to Slurm",
+    "Check a recipe, freeze it and submit it to Slurm; more recipes become jobs that follow",
     *site_options(required=True),
     switch("--dry-run", help="Print the batch script without writing or submitting anything"),
     takes_recipe=True,
+    takes_several=True,
+    usage="[RECIPE ...] [options] [--KEY VALUE ...]",
 )
 def submit(options: argparse.Namespace) -> int:
-    """Submit a run and return 0. With ``--dry-run``, print its batch script to stdout and all other lines to stderr.
+    """Submit a run, or a job for each of several runs that start from the model of the run before.
 
+    Return 0. With ``--dry-run``, print the batch scripts to stdout and all other lines to stderr.
     Raise ConfigError before anything is submitted if a check fails. With ``--dry-run``, an unsuitable Python
     environment only prints a note.
     """
     profile = chosen_profile(options)
     if not options.dry_run:
         require_environment(profile)
-    submission, estimates = prepare_submission(profile, recipe_name(options), options.task, options.flags, os.environ)
+    recipes = [recipe_name(options), *options.then]
+    prepared = prepare_submissions(profile, recipes, options.task, options.flags, os.environ)
+    for submission, estimates in prepared:
+        lines = describe_submission(submission, estimates, profile)
+        print(*(f"grpo: {line}" for line in lines), sep="\n", file=sys.stderr if options.dry_run else sys.stdout)
+    if options.dry_run:
+        try:
+            require_environment(profile)
+        except ConfigError as error:
+            print(f"grpo: note: submitting would fail: {error}", file=sys.stderr)
+        print(*(submission.script(profile) for submission, _ in prepared), sep="", end="")
+        return 0
+    job = None
+    for submission, _ in prepared:
+        run, new_job = submit_run(submission, profile, job)
+        waits = f", starts after the success of job {job}" if job is not None else ""
+        print(f"grpo: submitted job {new_job}, run directory {display_path(run.folder)}{waits}")
+        job = new_job
+    print(f"grpo: follow it with grpo status {job}, or grpo logs -f {job}; stop it with grpo stop {job}")
+    return 0
+
+
+def describe_submission(submission: Submission, estimates: Estimates, profile: Profile) -> list[str]:
+    """Return lines about the resources, the batch and the estimates of a run."""
     plan, kind = submission.plan, f" {profile.gpu_kind}" if profile.gpu_kind else ""
     devices = f"{profile.gpus}{kind} GPUs" if profile.gpus else f"{profile.cpus or 1} CPU cores"
     nodes = f"{profile.nodes} nodes" if profile.nodes > 1 else "1 node"
-    lines = [
+    return [
         f"{display_path(plan.recipe)} for {profile.name}: {nodes} with {devices} each, at most {profile.time}",
         f"batch {plan.batch}",
         f"vllm {plan.vllm}",
         *estimates.lines(),
         *(f"note: {note}" for note in plan.notes),
     ]
-    print(*(f"grpo: {line}" for line in lines), sep="\n", file=sys.stderr if options.dry_run else sys.stdout)
-    if options.dry_run:
-        try:
-            require_environment(profile)
-        except ConfigError as error:
-            print(f"grpo: note: submitting would fail: {error}", file=sys.stderr)
-        print(submission.script(profile), end="")
-        return 0
-    run, job = submit_run(submission, profile)
-    print(f"grpo: submitted job {job}, run directory {display_path(run.folder)}")
-    print(f"grpo: follow it with grpo status {job}, or grpo logs -f {job}; stop it with grpo stop {job}")
-    return 0

@@ -5,7 +5,7 @@ resume of any of these runs, also by a requeued Slurm job, continues with the re
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,11 +51,7 @@ def list_later_stages(options: Options, resources: Resources) -> list[Options]:
     """
     if not options.then or options.recipe is None:
         return []
-    problems = []
-    if MODEL in {key for key, _ in read_flags(options.flags, [])}:
-        problems.append(Problem(f"--{MODEL}", "would apply to every recipe", f"set {MODEL} in {options.recipe}"))
-    if os.environ.get("VLLM_MODEL"):
-        problems.append(Problem("VLLM_MODEL", "would apply to every recipe", "unset VLLM_MODEL"))
+    problems = find_shared_models(options.recipe, options.flags, os.environ)
     if options.meeting is not None:
         problem = "several recipes can't be combined with nodes that you start by hand"
         problems.append(Problem("--node_rank", problem, "launch one recipe, or use a Slurm job"))
@@ -64,7 +60,7 @@ def list_later_stages(options: Options, resources: Resources) -> list[Options]:
     first = resolve_recipe(options.recipe, options.task, options.flags, os.environ, resources.device)
     stages = []
     for path in options.then:
-        stage = replace(options, recipe=path, then=(), keys=_start_from(first.model.name, first.model.revision))
+        stage = replace(options, recipe=path, then=(), keys=start_from(first.model.name, first.model.revision))
         recipe = resolve_recipe(path, stage.task, stage.flags, os.environ, resources.device, stage.keys)
         make_plan(recipe, resources, os.environ)
         ensure_assets(recipe, os.environ, None, [path, *stage.words()], options.allow_changed_code)
@@ -108,11 +104,21 @@ def next_stage(run: Run, options: Options) -> Options | None:
         raise config_error(display_path(run.folder), "the run has no model to start from", "launch the recipes again")
     say(f"{display_path(recipe)} starts from {display_path(model)}")
     flags = tuple(run.identity["then_flags"])
-    keys = _start_from(str(model), "main")
+    keys = start_from(str(model), "main")
     return replace(stage, recipe=recipe, then=tuple(later), keys=keys, flags=flags, previous=str(run.folder))
 
 
-def _start_from(model: str, revision: str) -> Mapping[str, Value]:
+def find_shared_models(first: str, flags: Sequence[str], environment: Mapping[str, str]) -> list[Problem]:
+    """Return problems if a flag or variable sets the model of every recipe, and not only of the ``first``."""
+    problems = []
+    if MODEL in {key for key, _ in read_flags(flags, [])}:
+        problems.append(Problem(f"--{MODEL}", "would apply to every recipe", f"set {MODEL} in {first}"))
+    if environment.get("VLLM_MODEL"):
+        problems.append(Problem("VLLM_MODEL", "would apply to every recipe", "unset VLLM_MODEL"))
+    return problems
+
+
+def start_from(model: str, revision: str) -> Mapping[str, Value]:
     """Return the keys that let a recipe start from a model."""
     source = "model of the recipe before"
     return {MODEL: Value(model, source), "model_revision": Value(revision, source)}

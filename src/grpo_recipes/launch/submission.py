@@ -4,6 +4,8 @@ The job runs the frozen copy of code and recipe, so later edits do not change a 
 
     submission, estimates = prepare_submission(profile, "recipe.yaml", None, [], os.environ)
     run, job = submit_run(submission, profile)
+
+``prepare_submissions`` prepares several runs. Each starts from the model of the run before, in a job that waits for it.
 """
 
 import contextlib
@@ -14,7 +16,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate_errors
@@ -27,6 +29,7 @@ from grpo_recipes.launch.resolve import (
     record_job,
     require_tracker_access,
 )
+from grpo_recipes.launch.stages import find_shared_models, start_from
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, display_path, find_code_root, module_command
 from grpo_recipes.plan.devices import Resources, environment_device
 from grpo_recipes.plan.disk_space import require_disk_space
@@ -36,7 +39,7 @@ from grpo_recipes.plan.preflight import GOOD_CORES, GOOD_GIB, find_shortages, pa
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
-from grpo_recipes.recipe.document import Value
+from grpo_recipes.recipe.document import Value, as_words
 from grpo_recipes.recipe.rules import reports_to
 from grpo_recipes.recipe.trackers import remote_trackers
 from grpo_recipes.runs.code_version import FROZEN_CODE, hash_frozen_code
@@ -68,6 +71,14 @@ class Submission:
             profile, name, command, frozen_environment(self.names.run_dir, self.environment), Path.cwd()
         )
 
+    def starting_from(self, run_dir: Path) -> "Submission":
+        """Return the submission of a run that starts from the model of an earlier run, which need not exist yet."""
+        recipe, sources = self.recipe, self.sources
+        for key, value in start_from(str(run_dir.absolute() / "model"), "main").items():
+            recipe = recipe.with_value(key, value)
+        others = [asset for asset in sources.present if asset is not sources.model]
+        return replace(self, recipe=recipe, sources=Assets(others, sources.missing))
+
 
 def read_site_profile(name: str, environment: Mapping[str, str]) -> Profile:
     """Read a Slurm profile by its path or by its name.
@@ -98,17 +109,42 @@ def site_resources(profile: Profile) -> Resources:
     return Resources(device, gpus, profile.cpus or 1, gpu_gib=profile.gpu_memory_gib).on_nodes(profile.nodes)
 
 
+def prepare_submissions(
+    profile: Profile, recipe_names: Sequence[str | None], task: str | None, flags: Sequence[str],
+    environment: Mapping[str, str],
+) -> list[tuple[Submission, Estimates]]:  # fmt: skip
+    """Check and plan runs as ``prepare_submission`` does, in this order. Each starts from the model of the run before.
+
+    The checks of later runs use the first run's model, because theirs does not exist yet.
+    """
+    first, *later = recipe_names
+    prepared = [prepare_submission(profile, first, task, flags, environment)]
+    if later and (problems := find_shared_models(str(first), flags, environment)):
+        raise ConfigError(*problems)
+    model = prepared[0][0].recipe.model
+    for name in later:
+        keys, run_dir = start_from(model.name, model.revision), prepared[-1][0].names.run_dir
+        submission, estimates = prepare_submission(profile, name, task, flags, environment, keys)
+        if submission.names.run_dir in [earlier.names.run_dir for earlier, _ in prepared]:
+            problem = f"{display_path(submission.names.run_dir)} would be the directory of two runs"
+            raise config_error("run_name", problem, f"set another run_name in {name}")
+        prepared.append((submission.starting_from(run_dir), estimates))
+    return prepared
+
+
 def prepare_submission(
-    profile: Profile, recipe_name: str | None, task: str | None, flags: Sequence[str], environment: Mapping[str, str]
-) -> tuple[Submission, Estimates]:
+    profile: Profile, recipe_name: str | None, task: str | None, flags: Sequence[str], environment: Mapping[str, str],
+    keys: Mapping[str, Value] | None = None,
+) -> tuple[Submission, Estimates]:  # fmt: skip
     """Check and plan a run for submission; raise ConfigError if its job would fail. No run directory is created.
 
-    Without ``recipe_name``, CONFIG or the default recipe is used. ``flags`` are flags for recipe keys. The checks
+    Without ``recipe_name``, CONFIG or the default recipe is used. ``keys`` and ``flags`` set recipe keys. The checks
     include memory, free space, W&B and hooks, and `grpo check --deep` in a separate process.
     """
     environment = site_environment(profile, environment)
     resources, profile_notes = site_resources(profile), check_profile(profile)
-    recipe = with_site_run_root(resolve_recipe(recipe_name, task, flags, environment, resources.device), profile)
+    recipe = resolve_recipe(recipe_name, task, flags, environment, resources.device, keys)
+    recipe = with_site_run_root(recipe, profile)
     names, sources = choose_names(recipe), find_assets(recipe, environment)
     plan = make_plan(recipe, resources, environment, names, sources)
     plan.notes.extend(profile_notes)
@@ -136,7 +172,7 @@ def prepare_submission(
             problems.append(Problem(recipe.source("push_to_hub"), f"the run uploads its model, {reason}", fix))
         if problems:
             raise ConfigError(*problems)
-    _check_deep(recipe.path, task, flags, environment)
+    _check_deep(recipe.path, task, [*as_words(keys or {}), *flags], environment)
     return Submission(recipe, names, resources, sources, plan, environment), estimates
 
 
@@ -181,15 +217,15 @@ def require_environment(profile: Profile) -> None:
         raise config_error("--profile", problem, fix)
 
 
-def submit_run(submission: Submission, profile: Profile) -> tuple[Run, int]:
+def submit_run(submission: Submission, profile: Profile, after: int | None = None) -> tuple[Run, int]:
     """Create the run directory, submit its batch script to Slurm, and return the run and the job id.
 
-    If sbatch fails, remove the run directory again and raise ConfigError. After an error that may have queued the job
-    (``MaybeSubmitted``), the run directory stays.
+    The job waits for the success of the job ``after``. If sbatch fails, remove the run directory again and raise
+    ConfigError. After an error that may have queued the job (``MaybeSubmitted``), the run directory stays.
     """
     run = freeze_run(submission)
     try:
-        job = submit_script(run.folder, submission.script(profile))
+        job = submit_script(run.folder, submission.script(profile), after)
     except ConfigError as error:
         if not isinstance(error, MaybeSubmitted):  # otherwise the job may be in the queue
             shutil.rmtree(run.folder, ignore_errors=True)
@@ -198,10 +234,10 @@ def submit_run(submission: Submission, profile: Profile) -> tuple[Run, int]:
     return run, job
 
 
-def submit_script(folder: Path, text: str) -> int:
+def submit_script(folder: Path, text: str, after: int | None = None) -> int:
     """Write ``job.sh`` to a folder, submit it from the working folder, and return its job id.
 
-    Raise ConfigError if the file cannot be written or sbatch fails.
+    The job waits for the success of the job ``after``. Raise ConfigError if the file cannot be written or sbatch fails.
     """
     create_log_folders()  # Slurm opens its logs before the script runs
     script = folder / "job.sh"
@@ -210,7 +246,7 @@ def submit_script(folder: Path, text: str) -> int:
         OSError, lambda error: config_error(display_path(script), f"cannot write this file ({error.strerror})", fix)
     ):
         script.write_text(text)
-    return submit(script)
+    return submit(script, after)
 
 
 def freeze_run(submission: Submission) -> Run:

@@ -241,10 +241,11 @@ def cancel_job(job_id: str) -> None:
         _run_command("scancel", job_id)
 
 
-def submit(script: Path) -> int:
+def submit(script: Path, after: int | None = None) -> int:
     """Submit a batch script with sbatch from the working folder, and return the job id.
 
-    Raise ConfigError if sbatch fails or is not installed, and MaybeSubmitted if it does not answer or prints no id.
+    The job waits for the success of the job ``after``. If that job fails, Slurm cancels the new job. Raise ConfigError
+    if sbatch fails or is not installed, and MaybeSubmitted if it does not answer or prints no id.
     """
 
     def to_config_error(error: SlurmError) -> ConfigError:
@@ -260,7 +261,8 @@ def submit(script: Path) -> int:
         return MaybeSubmitted(Problem("sbatch", str(error), fix))
 
     with translate_errors(SlurmError, to_config_error):
-        printed = _run_command("sbatch", "--parsable", str(script), seconds=_SBATCH_SECONDS)
+        waits = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after is not None else []
+        printed = _run_command("sbatch", "--parsable", *waits, str(script), seconds=_SBATCH_SECONDS)
         job = re.search(r"^(\d+)(;\S+)?$", printed, re.MULTILINE)  # some sites print additional lines
         if job is None:
             raise SlurmError(f"prints no job id ('{' '.join(printed.split())}')")
