@@ -114,7 +114,7 @@ def generate(options: argparse.Namespace) -> int:
 
 
 def find_number_problems(options: argparse.Namespace) -> list[Problem]:
-    """Return a problem for each option of `grpo generate` or `grpo eval` whose number is too small."""
+    """Return a problem for each option of `grpo generate` or `grpo eval` whose number is too small; [] if none is."""
     minimums = {name: 1.0 for name in ("num_generations", "limit", "batch_size", "attempts")}
     minimums |= {"timeout": 1e-3, "wait": 0, "temperature": 0}
     problems = []

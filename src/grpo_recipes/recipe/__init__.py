@@ -45,7 +45,10 @@ class Recipe(Sections):
     entry: str | None = None  # the user's entry script of the trainers; None for the script of the task
 
     def __getitem__(self, key: str) -> Any:
-        """Return the value of a key whose name is in a variable; raise BrokenKey if the value is invalid."""
+        """Return the value of a key, e.g. ``recipe["use_peft"]``.
+
+        Raise BrokenKey if the value is invalid, and KeyError for an unknown key.
+        """
         if key in self.broken:
             raise BrokenKey(key)
         return self.values[key].value

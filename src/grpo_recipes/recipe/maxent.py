@@ -98,9 +98,10 @@ def limit_note(recipe: Recipe) -> str | None:
 
 
 def _listwise_note(recipe: Recipe, ratio: float) -> str | None:
-    """Return a note if long completions make the objective ``listwise`` practically another method; else None.
+    """Return a note if the objective ``listwise`` has an effect with long completions that users do not expect.
 
-    ``ratio`` is the result of ``weight_ratio``.
+    This is the case if the policy's temperature is above 0 and the limit is very long, or if log-probs are divided by
+    the length and the limit is long; else return None. ``ratio`` is the result of ``weight_ratio``.
     """
     limit, temperature = recipe.sampling.max_completion_length, recipe.maxent.policy_temperature
     longest, length = limit or math.inf, f"max_completion_length is {limit or 'not set'}"
@@ -159,14 +160,14 @@ def _start_outside_limits(recipe: Recipe) -> list[str]:
 
 
 def _within_limits(recipe: Recipe, _: str) -> str:
-    """Return the fix for a tau that starts outside the controller's limits."""
+    """Return the fix for a tau that starts outside the controller's limits: a value between them, or other limits."""
     low, high = sorted((recipe.maxent.tau_min, recipe.maxent.tau_max))
     middle = f"set maxent_tau: {math.sqrt(low * high):.3g}"
     return f"{middle}, or other limits" if low < high else f"remove maxent_tau_max, or {middle}"
 
 
 def _unread(recipe: Recipe) -> list[str]:
-    """Return the maxent keys that a MaxEnt recipe sets, but its objective does not read."""
+    """Return the maxent keys that a MaxEnt recipe sets, but its objective does not read; [] without an objective."""
     objective = objective_of(recipe)
     return [key for key in matching_keys(" ".join(objective.unread)) if recipe.is_set(key)] if objective else []
 

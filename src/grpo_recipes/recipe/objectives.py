@@ -64,7 +64,7 @@ def _estimates(recipe: Recipe) -> bool:
     return recipe.loss.advantage_estimator != "group" and recipe.maxent.objective is None
 
 
-def _has_ratio_of_completion(recipe: Recipe) -> list[str]:
+def _list_completion_ratio_keys(recipe: Recipe) -> list[str]:
     """Return the keys by which the recipe's loss has one ratio for all tokens of a completion; [] if it has none."""
     is_sequence = recipe.loss.importance_sampling_level == "sequence"
     is_geometric = recipe.loss.loss_type == "gmpo"
@@ -85,7 +85,7 @@ RULES = (
     Rule("{item}", lambda r: r.loss.loss_type == "gmpo" and set_by_user(r, "importance_sampling_level delta", False),
         "'{item}' can't be combined with loss_type: gmpo, which has ratios of whole completions and its own clipping",
         "{removal}"),
-    Rule("{item}", lambda r: r.loss.teacher_model_name_or_path and _has_ratio_of_completion(r),
+    Rule("{item}", lambda r: r.loss.teacher_model_name_or_path and _list_completion_ratio_keys(r),
         lambda r, key: f"{key}: {r[key]} and teacher_model_name_or_path can't be combined: a teacher weighs tokens, "
         "but this loss has one ratio for all tokens of a completion",
         lambda _, key: f"set {key}: {'token' if key == 'importance_sampling_level' else 'dapo'}"),

@@ -63,7 +63,7 @@ def _is_number(value: Any) -> bool:
 
 
 def parse_range(text: str) -> tuple[float, float] | None:
-    """Return least and most of a range such as ``0.1..0.9``; None if the text is not a range."""
+    """Return the two ends of a range such as ``0.1..0.9``; None for another text or if the first end is larger."""
     match = _RANGE.fullmatch(text.strip())
     if match is None or float(match[1]) > float(match[2]):
         return None

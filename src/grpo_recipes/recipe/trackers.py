@@ -45,14 +45,14 @@ def _mlflow_address(environment: Environment) -> str | None:
 
 
 def _swanlab_address(environment: Environment) -> str | None:
-    """Return the URL of SwanLab's server, or None if SWANLAB_MODE turns it off."""
+    """Return the URL of SwanLab's server, or None if SWANLAB_MODE is local, offline or disabled."""
     if environment.get("SWANLAB_MODE") in ("local", "offline", "disabled"):
         return None
     return environment.get("SWANLAB_API_HOST") or "https://api.swanlab.cn"
 
 
 def _comet_address(environment: Environment) -> str | None:
-    """Return the URL of Comet's server, or None if COMET_START_ONLINE turns it off."""
+    """Return the URL of Comet's server, or None if COMET_START_ONLINE is 0 or false."""
     if environment.get("COMET_START_ONLINE", "").lower() in ("0", "false"):
         return None
     return environment.get("COMET_URL_OVERRIDE") or "https://www.comet.com"

@@ -175,9 +175,10 @@ def extract_reference_answer(gold: str) -> str:
 
 
 def is_correct(text: str, gold: str, matching: str) -> bool:
-    """Return whether the last ``<answer>…</answer>`` of a completion contains the reference solution ``gold``.
+    """Return whether the text in the last ``<answer>…</answer>`` of a completion equals the reference solution.
 
-    ``matching`` is ``strict`` (equal text up to surrounding white space) or ``normalized`` (see ``is_same_answer``).
+    If ``matching`` is ``strict``, the text must be that of ``gold``, except for white space around it. If it is
+    ``normalized``, it is compared by ``is_same_answer`` with the last box in ``gold``, or with ``gold`` without a box.
     Return False without an answer tag.
     """
     answer = extract_last_answer(text)

@@ -144,9 +144,9 @@ def _write_with_variable(answer: answers.Answer, compared: answers.Answer) -> st
 
 
 def _write_matrix(answer: answers.Answer, compared: str) -> str | None:
-    r"""Return a tuple as a LaTeX matrix if ``compared`` is a matrix in LaTeX, else None.
+    r"""Return a tuple in parentheses or brackets as a LaTeX matrix if ``compared`` is a matrix in LaTeX, else None.
 
-    ``[[1, 2], [3, 4]]`` becomes two rows.
+    Each item is a row, e.g. ``[[1, 2], [3, 4]]`` has two. If ``compared`` has a single row, all items are in one row.
     """
     if "matrix}" not in compared or not isinstance(answer.value, tuple) or answer.brackets not in ("()", "[]"):
         return None
@@ -255,7 +255,7 @@ def _make_exact(parsed: Any) -> Any:
 
 
 def _write_latex(answer: answers.Answer) -> str:
-    """Return an answer as LaTeX, without its unit and variable."""
+    """Return an answer's value as LaTeX: a number, a text, or a list in its brackets; without unit and variable."""
     value = answer.value
     if isinstance(value, tuple):
         first, last = (rf"\{bracket}" if bracket in ("{", "}") else bracket for bracket in answer.brackets or ("", ""))

@@ -11,7 +11,7 @@ import yaml
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.extensions.atropos.verl import VERL, count_trainers, rows
-from grpo_recipes.extensions.migrate.migrate import is_translated, migrate
+from grpo_recipes.extensions.migrate.migrate import migrate, needs_translation
 from grpo_recipes.recipe import Recipe, merge_recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.recipe.keys import catalogue
@@ -458,7 +458,7 @@ def test_grpo_new_writes_the_same_recipe(tmp_path: Path, monkeypatch: pytest.Mon
     pytest.importorskip("atroposlib")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "theirs.yaml").write_text(FIXED)
-    assert is_translated(tmp_path / "theirs.yaml")
+    assert needs_translation(tmp_path / "theirs.yaml")
     migration = migrate(Path("theirs.yaml"), Path("my.yaml"))
     assert migration.problems == []
     (tmp_path / "my.yaml").write_text(migration.text())

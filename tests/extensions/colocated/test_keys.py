@@ -10,7 +10,7 @@ import yaml
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.extensions.colocated.keys import CONVERTERS
-from grpo_recipes.extensions.migrate.migrate import is_translated, migrate
+from grpo_recipes.extensions.migrate.migrate import migrate, needs_translation
 from grpo_recipes.paths import find_code_root
 from grpo_recipes.recipe import Recipe, merge_recipe
 from grpo_recipes.recipe.check import check
@@ -233,7 +233,7 @@ def test_names_that_are_no_section_of_such_a_file_are_refused_as_everywhere(tmp_
 def test_grpo_new_writes_the_same_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "theirs.yaml").write_text(THEIRS + "dataset_name: smoke:sums\n")
-    assert is_translated(tmp_path / "theirs.yaml")
+    assert needs_translation(tmp_path / "theirs.yaml")
     migration = migrate(Path("theirs.yaml"), Path("my.yaml"))
     migrated = yaml.safe_load(migration.text())
     direct, _ = merged(tmp_path, THEIRS)

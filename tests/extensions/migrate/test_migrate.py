@@ -9,7 +9,7 @@ import yaml
 
 from grpo_recipes import cli
 from grpo_recipes.errors import Problem
-from grpo_recipes.extensions.migrate.migrate import Migration, is_translated, migrate
+from grpo_recipes.extensions.migrate.migrate import Migration, migrate, needs_translation
 from grpo_recipes.recipe import merge_recipe
 from grpo_recipes.recipe.check import check
 
@@ -47,7 +47,7 @@ def test_there_are_forty_of_them() -> None:
 @pytest.mark.parametrize("path", FOREIGN, ids=lambda path: path.name)
 def test_a_foreign_recipe_becomes_one_that_check_accepts(path: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert is_translated(path)
+    assert needs_translation(path)
     migration = migrate(path, Path("my.yaml"))
     problems = written(migration)
     assert all(problem.what in UNNAMED for problem in problems), problems
@@ -79,7 +79,7 @@ def test_the_command_writes_the_recipe_and_the_rewards_to_write(tmp_path, monkey
 
 def test_a_recipe_of_ours_is_copied_as_it_is(tmp_path) -> None:
     own_recipes = [path for path in KEPT_RECIPES.rglob("*.yaml")]
-    assert own_recipes and not any(map(is_translated, own_recipes))
+    assert own_recipes and not any(map(needs_translation, own_recipes))
 
 
 @pytest.mark.parametrize(

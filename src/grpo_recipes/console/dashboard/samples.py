@@ -65,7 +65,10 @@ class _SpreadRows:
         return b"".join(row for _, row in self._rows)
 
     def _add(self, row: bytes) -> None:
-        """Add a row: keep it if its index fits the distance, and double the distance if the rows are too long."""
+        """Count a row of the file and keep it. An earlier row stays if its index is a multiple of the distance.
+
+        While the kept rows are longer than 20 MB together, the distance is doubled.
+        """
         if self._rows and self._rows[-1][0] % self._distance:  # it was only kept as the last row
             self._bytes -= len(self._rows.pop()[1])
         self._rows.append((self._count, row))

@@ -290,7 +290,7 @@ def _may_recover(error: BaseException) -> bool:
 
 
 def _describe_error(error: BaseException | None) -> str:
-    """Return the type and message of an error in one line."""
+    """Return type and message of an error, or of the cause of openai's connection error, as one line; cut if long."""
     if isinstance(error, openai.APIConnectionError) and error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(": ")

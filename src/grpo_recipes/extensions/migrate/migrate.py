@@ -135,11 +135,11 @@ class Migration:
 
 def translate_recipe(source: Path, target: Path) -> Migration | None:
     """Translate a recipe of another project; return None if the file is a recipe of this package."""
-    return migrate(source, target) if is_translated(source) else None
+    return migrate(source, target) if needs_translation(source) else None
 
 
-def is_translated(source: Path) -> bool:
-    """Return whether a file needs a translation: it is TOML, or has names that are not recipe keys or rewards."""
+def needs_translation(source: Path) -> bool:
+    """Return whether a file is not a recipe of this package: it is TOML, or has other names of keys or rewards."""
     if source.suffix == ".toml":
         return True
     layer = read_file(source, [])

@@ -333,9 +333,10 @@ def _server_answers(url: str) -> bool:
 
 
 def _find_earlier_run(folder: Path, config: DictConfig) -> str | None:
-    """Return the newest run directory in a folder, to resume it; None if there is none.
+    """Return the run directory in a folder with the last name, to resume it; None if there is none.
 
-    Raise ConfigError if the folder's ``.hydra/config.yaml`` can't be read or differs from ``config``.
+    Raise ConfigError if the folder has a ``.hydra/config.yaml`` that can't be read or differs from ``config``; keys
+    that only affect a launch may differ.
     """
     file = folder / ".hydra" / "config.yaml"
     if file.is_file():

@@ -255,7 +255,7 @@ class Table:
 
 
 def _no_equal(setting: Setting) -> str:
-    """Return the problem of a setting whose value no row translates, as text for ``Setting.reject``."""
+    """Return the message that a setting, or only its value, has no equivalent in a recipe."""
     if setting.raw.source != setting.name:
         return f"'{setting.name}{short(setting.value)}' has no equivalent here"
     return "has no equivalent here" if setting.row.rejected else f"'{setting.value!s:.100}' has no equivalent here"
