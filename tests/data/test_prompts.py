@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import datasets
@@ -10,6 +11,7 @@ import pytest
 from trl import TrlParser
 
 from grpo_recipes.data import load_prompts
+from grpo_recipes.data.prompts import Renderer
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.configs import CONFIGS, ScriptArguments
@@ -267,3 +269,19 @@ def test_columns_that_are_left_out_are_not_decoded(load, tmp_path):
     prompts = load(dataset_name=str(tmp_path / "pictures"))
     assert prompts.dataset.column_names == ["prompt", "answer"]
     assert "columns not passed to rewards: picture (media)" in str(prompts)
+
+
+@pytest.mark.parametrize("setting", ["false", None])
+def test_prompts_are_tokenized_on_all_cores_and_the_setting_returns(load, monkeypatch, setting):
+    if setting is None:
+        monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    else:
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", setting)
+    settings = []
+    lengths = Renderer.lengths
+    monkeypatch.setattr(
+        Renderer, "lengths",
+        lambda *args: settings.append(os.environ.get("TOKENIZERS_PARALLELISM")) or lengths(*args),
+    )  # fmt: skip
+    load()
+    assert settings == ["true"] and os.environ.get("TOKENIZERS_PARALLELISM") == setting

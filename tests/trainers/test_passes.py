@@ -114,8 +114,18 @@ def test_lengths_of_passes_are_multiples(tmp_path: Path, model: str, monkeypatch
         inner, "forward", lambda *args, forward=inner.forward, **kwargs: (
             lengths.add(kwargs["input_ids"].shape[1]), forward(*args, **kwargs))[1],
     )  # fmt: skip
+    computed: set[tuple[int, int]] = set()  # length of a pass, and for how many of its last tokens logits are computed
+    compute = trl.GRPOTrainer._get_per_token_logps_and_entropies
+
+    def record_widths(self: Any, model: Any, ids: torch.Tensor, mask: torch.Tensor, width: int, **how: Any) -> Any:
+        computed.add((ids.shape[1], width))
+        return compute(self, model, ids, mask, width, **how)
+
+    monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", record_widths)
     trimmed = found(trainer, True)
+    monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", compute)
     assert len(lengths) > 1 and all(length % 8 == 0 and length < WIDTH + 8 for length in lengths)
+    assert all(width % 8 == 0 or width == length - 1 for length, width in computed), computed
     for value, expected, atol in zip(trimmed, found(trainer, False), (1e-5, 1e-5, 1e-4), strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=atol)
 

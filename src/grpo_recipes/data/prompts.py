@@ -8,6 +8,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,23 @@ def make_renderer(template: str | None, tokenizer: PreTrainedTokenizerBase, kwar
     if tokenizer.chat_template is None:
         raise config_error("chat_template", "the tokenizer has no chat template", "add chat_template to the recipe")
     return Renderer(tokenizer, kwargs or {})
+
+
+@contextmanager
+def tokenize_on_all_cores() -> Iterator[None]:
+    """Let the tokenizer use a thread per core inside the block, because the other ranks and the GPUs wait for it.
+
+    Processes of a run have TOKENIZERS_PARALLELISM=false, so that a fork never finds such threads. It is set again.
+    """
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 def shorten(text: str) -> str:
@@ -339,7 +357,8 @@ def _drop_too_long(
         """Yield the rows of each batch that are short enough, and count the others."""
         for batch in candidates.batches:
             renderer.check(batch["prompt"], checked_roles, args.system_prompt)
-            lengths, longest = renderer.lengths(batch["prompt"]), args.max_prompt_length
+            with tokenize_on_all_cores():
+                lengths, longest = renderer.lengths(batch["prompt"]), args.max_prompt_length
             fitting = [index for index, length in enumerate(lengths) if longest is None or length <= longest]
             counts.too_long += len(lengths) - len(fitting)
             counts.longest = max([counts.longest, *(lengths[index] for index in fitting)])

@@ -54,7 +54,8 @@ def compute_in_trimmed_passes(
         columns_bW = (width - logits_to_keep - prompt_lengths_b).unsqueeze(1) + steps_W
         mask_bW = steps_W < lengths_b.unsqueeze(1)
         ids_bW = input_ids[fed_rows].gather(1, columns_bW.clamp(max=width - 1))
-        computed_width = max(longest - int(prompt_lengths_b.min()), 1)
+        computed_width = longest - int(prompt_lengths_b.min())
+        computed_width = max(min(-(-computed_width // multiple) * multiple, longest - 1), 1)
         results = compute(
             partial(_compute_in_one_row, model) if padding_free else model,
             ids_bW, mask_bW.to(attention_mask.dtype), computed_width, compute_entropy=compute_entropy,
