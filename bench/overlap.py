@@ -159,8 +159,8 @@ def train(task: Task, folder: Path, port: int, seed: int, overlap: bool, **keys:
 
 
 @contextmanager
-def server(task: Task) -> Iterator[int]:
-    """Start a server of the task's model; yield its port."""
+def server(task: Task, *flags: str) -> Iterator[int]:
+    """Start a server of the task's model, with further flags of vLLM; yield its port."""
     port = next(port for port in range(8300, 9000) if is_port_free("127.0.0.1", port))
     scratch = make_scratch(os.environ)
     environment = {
@@ -170,7 +170,7 @@ def server(task: Task) -> Iterator[int]:
     }
     os.environ |= {name: environment[name] for name in ("GRPO_TOKEN_FILE", "GRPO_SYNC_DIR", "GRPO_RUN")}
     recipe = read_recipe(find_code_root() / "recipes/smoke/grpo.yaml")
-    argv = server_command(recipe, task.model, SERVED, "127.0.0.1", port, "cpu")
+    argv = [*server_command(recipe, task.model, SERVED, "127.0.0.1", port, "cpu"), *flags]
     process = subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         token = scratch.token_file.read_text()

@@ -16,6 +16,7 @@ from typing import Any
 import overlap_figure
 import speed_figure
 import speed_page
+import time_to_reward_figure
 from pages import DOCS, filled_pages, markdown_table, write_changed
 
 from grpo_recipes.paths import find_code_root
@@ -32,17 +33,21 @@ def main() -> None:
 def pages_and_figures() -> dict[Path, str]:
     """Return every page with tables of records, and every figure."""
     speed = json.loads((RESULTS / "speed.json").read_text())
-    drawn = {speed_figure.DRAWN: speed_figure.figure(speed), **overlap_drawing()}
+    drawn = {speed_figure.DRAWN: speed_figure.figure(speed), **drawings()}
     pages = filled_pages(SCRIPT, TABLES)
     pages[speed_page.PAGE] = speed_page.page(speed, pages.get(speed_page.PAGE))
     return {**pages, **drawn}
 
 
-def overlap_drawing() -> dict[Path, str]:
-    """Return the figure of docs/performance.md."""
+def drawings() -> dict[Path, str]:
+    """Return the figures of docs/performance.md and docs/measurements.md."""
+    drawn = {}
     with tempfile.TemporaryDirectory() as folder:
-        overlap_figure.draw(Path(folder, "overlap.svg"), _rows("overlap"))
-        return {DOCS / "assets/overlap.svg": Path(folder, "overlap.svg").read_text()}
+        for name, draw in (("overlap", overlap_figure.draw), ("time_to_reward", time_to_reward_figure.draw)):
+            path = Path(folder, f"{name}.svg")
+            draw(path, _rows(name))
+            drawn[DOCS / f"assets/{name}.svg"] = path.read_text()
+    return drawn
 
 
 def memory() -> str:
@@ -150,6 +155,7 @@ def _rows(name: str) -> list[dict[str, Any]]:
 
 TABLES: dict[str, Callable[[], str]] = {
     "overlap": lambda: overlap_figure.tables(_rows("overlap")).strip(),
+    "time to reward": lambda: time_to_reward_figure.tables(_rows("time_to_reward")),
     "memory": memory,
     "gpu seconds": gpu_seconds,
     "gpu memory": gpu_memory,
