@@ -50,6 +50,7 @@ CONSOLE = "console"
 # Above the core, each deletable.
 ABOVE: dict[str, str] = {
     "extensions.atropos": "scored groups from Atropos environments",
+    "extensions.code": "the reward code_tests: programs on test cases, in a sandbox",
     "extensions.colocated": "flags and YAML of the co-located trainer",
     "extensions.environments": "multi-turn episodes of libraries and of your own classes",
     "extensions.judge": "the reward llm_judge: grades of a language model",
@@ -63,6 +64,7 @@ PACKAGES = {**CORE, **ABOVE}
 # Words by which a file of the core would name an extension.
 NAMES: dict[str, str] = {
     "atropos": r"atropos|run[-_]api",
+    "code": r"code_tests|code_(sandbox|server_url|score)",
     "colocated": r"colocated_grpo|run_colocated",
     "environments": r"textarena|reasoning_gym|openenv|extensions[./]environments|environment_"
     r"(args|mixture|episodes|eval_episodes|max_turns|turn_length|credit|unfinished|timeout|memory_gib|workers|network)",

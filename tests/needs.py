@@ -12,7 +12,8 @@ import grpo_recipes
 
 ATROPOS, ENVIRONMENTS = "extensions.atropos", "extensions.environments"
 OFFLINE, MIGRATE, PROBLEMS = "extensions.offline", "extensions.migrate", "extensions.problems"
-COLOCATED, JUDGE, SFT, CONSOLE = "extensions.colocated", "extensions.judge", "extensions.sft", "console"
+CODE, COLOCATED, JUDGE = "extensions.code", "extensions.colocated", "extensions.judge"
+SFT, CONSOLE = "extensions.sft", "console"
 WHOLE = "all"
 # Globs below tests/ -> the extension that the tests of these files need.
 FILES: dict[str, str] = {
@@ -104,7 +105,7 @@ TESTS: dict[str, str] = {
 def deleted() -> set[str]:
     """Return the extensions and the console if they are deleted; ``WHOLE`` if any of them is."""
     package = Path(grpo_recipes.__file__).parent
-    names = (ATROPOS, ENVIRONMENTS, OFFLINE, MIGRATE, PROBLEMS, COLOCATED, JUDGE, SFT, CONSOLE)
+    names = (ATROPOS, ENVIRONMENTS, OFFLINE, MIGRATE, PROBLEMS, CODE, COLOCATED, JUDGE, SFT, CONSOLE)
     missing = {name for name in names if not (package / name.replace(".", "/")).is_dir()}
     return {*missing, WHOLE} if missing else set()
 

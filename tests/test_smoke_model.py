@@ -64,6 +64,16 @@ def test_rows(quick):
         assert row["answer"] == str(int(a) + int(b))
 
 
+def test_rows_of_programs_have_tests(tmp_path, monkeypatch):
+    monkeypatch.setattr(smoke, "make_smoke_task", functools.partial(smoke.make_smoke_task, phases=FEW_STEPS))
+    smoke.main([str(tmp_path / "made"), "--programs"])
+    rows = read_rows(tmp_path / "made", "train") + read_rows(tmp_path / "made", "test")
+    answers = {row["problem"]: row["answer"] for row in rows}
+    assert answers["9+8="] == '{"inputs": [""], "outputs": ["17"]}'
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "made" / "model")
+    assert len(tokenizer("17".join(smoke.PROGRAM_TAGS)).input_ids) == 4
+
+
 def test_made_once(quick, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)  # takes seconds to import, so it is imported only if needed
     before = (quick / "model" / "model.safetensors").stat().st_mtime_ns
@@ -110,6 +120,7 @@ def test_fingerprint_depends_on_every_setting():
         smoke.hash_settings(dtype="bfloat16"),
         smoke.hash_settings(phases=FEW_STEPS),
         smoke.hash_settings(name=smoke.MAFIA),
+        smoke.hash_settings(name=smoke.PROGRAMS),
     ]
     assert len(set(keys)) == len(keys)
 

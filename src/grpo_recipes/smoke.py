@@ -21,7 +21,7 @@ import os
 import random
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,7 +38,8 @@ MAX_SUM = 18
 MAX_POSITIONS = 4096
 SMOKE_SCHEME = "smoke:"  # begins a model_name_or_path or a dataset_name
 UNTRAINED = "smoke:untrained"  # random weights; its rows have a third column for supervised fine-tuning
-SMOKE_DATA = ("smoke:sums", "smoke:sums-tied", UNTRAINED)  # models with rows
+PROGRAMS = "smoke:programs"  # answers with a program that prints the sum; the solutions are tests of programs
+SMOKE_DATA = ("smoke:sums", "smoke:sums-tied", UNTRAINED, PROGRAMS)  # models with rows
 MAFIA, TOOLS = "smoke:mafia", "smoke:tools"  # models that the extension of environments trains on its episodes
 _EPISODES = {
     MAFIA: "grpo_recipes.extensions.environments.smoke_games",
@@ -49,6 +50,7 @@ Row = dict[str, str]
 PAD, END = "<|endoftext|>", "<|im_end|>"  # Qwen's tokens
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 ANSWER_TAGS = ("<answer>", "</answer>")
+PROGRAM_TAGS = ("```python\nprint(", ")\n```")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -90,7 +92,7 @@ SHOP_CALLS = (
 )  # fmt: skip
 SHOP_WORDS = (*SHOP_CALLS, *SHOP_ITEMS, "price", "multiply", "<tool_call>")
 SHOP_PHASES = (Phase(steps=400, copies=32, wrong_share=0.5, lr=3e-3, weight_decay=0.1),)  # copies: episodes in a batch
-_WORDS = {MAFIA: MAFIA_WORDS, TOOLS: SHOP_WORDS}
+_WORDS = {MAFIA: MAFIA_WORDS, TOOLS: SHOP_WORDS, PROGRAMS: PROGRAM_TAGS}
 
 # Strong weight decay on clean answers makes the model add instead of memorising; the second phase only flattens its
 # answers, gently enough to keep that. It samples right answers a little less often than it saw them: a wrong share of
@@ -112,7 +114,7 @@ def hash_settings(
         dtype,
         phases,
         *((MAFIA_GAME, MAFIA_WORDS, MAFIA_GAMES, MAFIA_TEMPERATURE) if name == MAFIA else ()),
-        *((SHOP_WORDS,) if name == TOOLS else ()),
+        *((_WORDS[name],) if name in (TOOLS, PROGRAMS) else ()),
     )
     return hashlib.sha256(repr(decided).encode()).hexdigest()[:12]
 
@@ -136,7 +138,7 @@ def make_smoke_task(
     partial.mkdir()
     threads = torch.get_num_threads()
     try:
-        train, test = split_sums(seed, solutions=not phases)
+        train, test = split_sums(seed, solutions=not phases, programs=name == PROGRAMS)
         for split, rows in () if on_episodes else (("train", train), ("test", test)):
             (partial / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         tokenizer = build_tokenizer(name)
@@ -147,7 +149,7 @@ def make_smoke_task(
             if on_episodes:
                 on_episodes(model, tokenizer, seed, phases)
             else:
-                _pretrain(model, tokenizer, train, phases)
+                _pretrain(model, tokenizer, train, phases, _WORDS.get(name, ANSWER_TAGS))
         _save_model(model, tokenizer, dtype, partial / "model")
         (partial / "COMPLETE").write_text(key + "\n")
         os.rename(partial, out_dir)
@@ -166,10 +168,10 @@ def _is_complete(out_dir: Path, key: str) -> bool:
     return marker.exists()
 
 
-def split_sums(seed: int = 0, solutions: bool = False) -> tuple[list[Row], list[Row]]:
+def split_sums(seed: int = 0, solutions: bool = False, programs: bool = False) -> tuple[list[Row], list[Row]]:
     """Return training and held-out rows: `TEST_SIZE` sums held out at random, never both a+b and b+a, never a+a.
 
-    With ``solutions``, rows have the whole completion too.
+    With ``solutions``, rows have the whole completion too. With ``programs``, answers are tests of a program as JSON.
     """
     rng = random.Random(seed)
     unordered = [(a, b) for a in range(10) for b in range(a)]
@@ -179,6 +181,8 @@ def split_sums(seed: int = 0, solutions: bool = False) -> tuple[list[Row], list[
     rows = [{"problem": f"{a}+{b}=", "answer": str(a + b)} for a, b in train + test]
     if solutions:
         rows = [{**row, "solution": row["answer"].join(ANSWER_TAGS)} for row in rows]
+    if programs:
+        rows = [{**row, "answer": json.dumps({"inputs": [""], "outputs": [row["answer"]]})} for row in rows]
     return rows[: len(train)], rows[len(train) :]
 
 
@@ -221,16 +225,19 @@ def build_model(tokenizer: PreTrainedTokenizerFast, tied: bool = False) -> Qwen2
     return Qwen2ForCausalLM(config)
 
 
-def _pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, train: list[Row], phases: Phases) -> None:
+def _pretrain(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, train: list[Row], phases: Phases, tags: Sequence[str]
+) -> None:
+    """Train the model on answers between two ``tags``."""
     import torch
 
     chats = [[{"role": "user", "content": row["problem"]}] for row in train]
     texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     prompts = torch.tensor(tokenizer(texts).input_ids)  # all have the same length
-    answers = [f"<answer>{n}</answer>{END}" for n in range(MAX_SUM + 1)]
+    answers = [f"{str(n).join(tags)}{END}" for n in range(MAX_SUM + 1)]
     encoded = tokenizer(answers, padding=True, padding_side="right", return_tensors="pt")
     completions = encoded.input_ids.masked_fill(encoded.attention_mask == 0, -100)
-    sums = torch.tensor([int(row["answer"]) for row in train])
+    sums = torch.tensor([sum(map(int, row["problem"].strip("=").split("+"))) for row in train])
     for steps, copies, wrong_share, lr, weight_decay in phases:
         inputs, right = prompts.repeat(copies, 1), sums.repeat(copies)
         optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=weight_decay)
@@ -280,8 +287,8 @@ def smoke_command(name: str, environment: Mapping[str, str]) -> tuple[Path, list
     folder = smoke_folder(name, environment)
     if name in _EPISODES:
         return folder, module_command(_EPISODES[name], str(folder))
-    options = {"smoke:sums-tied": ["--tie-word-embeddings"], UNTRAINED: ["--untrained"]}.get(name, [])
-    return folder, module_command("grpo_recipes.smoke", str(folder), *options)
+    flags = {"smoke:sums-tied": ["--tie-word-embeddings"], UNTRAINED: ["--untrained"], PROGRAMS: ["--programs"]}
+    return folder, module_command("grpo_recipes.smoke", str(folder), *flags.get(name, []))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -296,9 +303,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--untrained", action="store_true", help="leave the weights random: a second instead of a minute"
     )
+    parser.add_argument("--programs", action="store_true", help="write answers as programs, and solutions as tests")
     args = parser.parse_args(argv)
-    phases: dict[str, Any] = {"phases": ()} if args.untrained else {}
-    make_smoke_task(args.out_dir, args.seed, tied=args.tie_word_embeddings, dtype=args.dtype, **phases)
+    options: dict[str, Any] = {"phases": ()} if args.untrained else {"name": PROGRAMS} if args.programs else {}
+    make_smoke_task(args.out_dir, args.seed, tied=args.tie_word_embeddings, dtype=args.dtype, **options)
 
 
 if __name__ == "__main__":

@@ -114,6 +114,7 @@ def test_solutions_that_cannot_be_read_are_refused(check):
     code, output, (problem,) = check(["math_verify"], [r"\frac{", r"\sqrt{", r"\frac{1}{"])
 
     assert code == 2
+    assert r"\frac" in output and r"\\frac" not in output
     assert "completions unscored" in problem and "it cannot read the reference solution" in problem
     assert "gets no score (it cannot read the reference solution)" in output
 

@@ -39,6 +39,7 @@ QUESTIONS = {
     "out of memory": {"performance", "troubleshooting"},
     "custom reward": {"rewards", "tutorial"},
     "stop a run": {"slurm", "quickstart"},
+    "Ctrl-C": {"quickstart", "slurm"},
     "install": {"installation"},
     "LoRA": {"recipes", "weights"},
     "resume": {"slurm", "quickstart"},

@@ -194,7 +194,7 @@ def test_a_recipe_of_another_project_is_answered_with_the_command_that_translate
 def test_a_reward_of_another_project_is_answered_with_ours_or_why_there_is_none(tmp_path):
     head = "model_name_or_path: a/b\ndataset_name: a/b\nreward_funcs: "
     assert told(tmp_path, head + "[accuracy]")[0].endswith("unknown reward 'accuracy'. Fix: write math_verify")
-    assert "Fix: remove it (it runs code" in told(tmp_path, head + "[code]")[0]
+    assert "Fix: remove it (it needs the graders of its contest" in told(tmp_path, head + "[ioi_code]")[0]
     assert told(tmp_path, head + "[math_verfy]")[0].endswith("Fix: write math_verify")
 
 

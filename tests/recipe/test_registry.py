@@ -24,6 +24,7 @@ COLUMNS = {
     "prompts": ["?"],
     "trainer_state": None,
     "episode_reward": [0.5],
+    "verification_info": [{"inputs": ["7"], "outputs": ["49"]}],
 }
 
 

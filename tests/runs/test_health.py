@@ -169,6 +169,12 @@ def test_what_comes_back_after_it_was_gone_is_said_again() -> None:
     assert positions == [(ENOUGH_STEPS, 1), (40 + ENOUGH_STEPS - 1, 40)]
 
 
+def test_a_level_begins_at_the_first_step_above_its_limit() -> None:
+    rows = changed(healthy(60), 4, completions__clipped_ratio=0.9)
+    ((step, notice),) = live(changed(iter(rows), 1, 3, completions__clipped_ratio=0.0))
+    assert (step, notice.name, notice.first) == (ENOUGH_STEPS, "cut off", 4)
+
+
 def test_what_flickers_is_said_once() -> None:
     rows = [{**row, "completions/clipped_ratio": 0.2 + 0.1 * (row["step"] // 9 % 2)} for row in healthy(300)]
     assert [notice.name for _, notice in live(rows)] == ["cut off"]

@@ -359,7 +359,8 @@ class LogFollower:
 def wait_for_run(target: Target, follower: LogFollower | None = None) -> Target:
     """Wait until a job has a run directory and return the run; return the job if it ends before that.
 
-    While waiting, print each change of its state and the new lines of its logs.
+    Return other targets at once. While waiting, print each change of the job's state and, with a ``follower``, the new
+    lines of its logs. Raise ConfigError if Slurm does not answer for ``SILENCE_SECONDS``.
     """
     if not isinstance(target, BareJob):
         return target

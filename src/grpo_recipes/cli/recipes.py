@@ -252,12 +252,12 @@ def _format_failure(name: str, failure: ProbeCompletion) -> str:
     from grpo_recipes.rewards.probe import describe_unscored
 
     def shorten(text: str) -> str:
-        text = " ".join(text.split())
-        return text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…"
+        text = mask_and_escape(" ".join(text.split()))
+        return f"'{text}'" if len(text) <= _WIDTH else f"'{text[: _WIDTH - 1]}…'"
 
     score = f"no score ({describe_unscored(name, failure.reason)})" if failure.value is None else f"{failure.value:.4g}"
     kind = "correct" if failure.right else "incorrect"
-    return f"  {shorten(failure.prompt)!r}: {kind} answer {shorten(failure.completion)!r} gets {score}"
+    return f"  {shorten(failure.prompt)}: {kind} answer {shorten(failure.completion)} gets {score}"
 
 
 @command(

@@ -53,8 +53,9 @@ _HELP = "/reset starts a new conversation, /system TEXT starts one with this sys
 def chat(options: argparse.Namespace) -> int:
     """Start or connect to a server, and answer lines from stdin until its end.
 
-    Return 0, 1 if the server did not start or a reply failed, or 130 after Ctrl-C. A server that the command starts is
-    stopped at the end. Raise ConfigError for wrong options, or if an external server does not answer.
+    Return 0, 1 if the server did not start or a reply failed, or 130 after Ctrl-C. After a failed reply, the
+    conversation continues, and Ctrl-C during a reply only drops the reply. A server that the command starts is stopped
+    at the end. Raise ConfigError for wrong options, or if an external server does not answer.
     """
     _check_options(options)
     url = options.base_url or (options.which if "://" in options.which else None)

@@ -132,9 +132,11 @@ def eval(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    """Sample and score the completions, and write and print the results; return the exit code of ``eval``.
+    """Sample and score the completions, and write and print the results.
 
-    Raise ConfigError before sampling if the model, dataset, rewards or sampling options do not work together.
+    Return 0, 1 if completions are missing or the server did not start, or 130 after Ctrl-C. Raise ConfigError before
+    sampling if the model, dataset, rewards or sampling options do not work together. Later, raise it if the server at
+    --base-url does not answer, or if a reward fails.
     """
     subject = _find_subject(options)
     recipe = subject.recipe

@@ -146,7 +146,11 @@ def describing_read_errors(source: str) -> Iterator[None]:
 
 
 def _check_fields(files: list[Path]) -> None:
-    """Raise ValueError for the first line of a .csv or .tsv file that has more or fewer fields than the header."""
+    """Raise ValueError for the first fault in the .csv and .tsv files; other files are not read.
+
+    Faults are a line with more or fewer fields than the header, a repeated column, unbalanced quotes, and text that is
+    not UTF-8.
+    """
     for file in files:
         if datafiles.BUILDERS[file.suffix] == "csv":
             for _ in datafiles.csv_rows(file):

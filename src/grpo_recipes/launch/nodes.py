@@ -1,10 +1,11 @@
 """Run the processes of a plan on several nodes: a worker on each node executes the orders of the launcher.
 
-The launcher itself runs the processes of the first node, and the node workers run all other processes. Orders and
-reports are transferred by a channel: one srun in a Slurm job (``channels``), or connections between nodes that the user
-started by hand (``rendezvous``). An order is a line of JSON that all workers receive. Reports are sent in pieces, since
-Slurm splits long lines. If a worker's input ends, the launcher has closed it or the channel is lost, and the worker
-ends all processes of the run on its node. The launcher's side comes first, then the worker (``main``, ``serve_node``).
+The launcher itself runs the processes of the first node. The worker on that node only checks the node and its network.
+The workers of the other nodes run all other processes. Orders and reports are transferred by a channel: one srun in a
+Slurm job (``channels``), or connections between nodes that the user started by hand (``rendezvous``). An order is a
+line of JSON that all workers receive. Reports are sent in pieces, since Slurm splits long lines. If a worker's input
+ends, the launcher has closed it or the channel is lost, and the worker ends all processes of the run on its node. The
+launcher's side comes first, then the worker (``main``, ``serve_node``).
 """
 
 import contextlib

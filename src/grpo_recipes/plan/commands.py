@@ -118,7 +118,7 @@ def run_environment(environment: Mapping[str, str], scratch: Scratch, run_dir: P
 def tracker_environment(recipe: Recipe, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables by which trackers get the recipe's names of project, team and group.
 
-    Exported variables win. W&B's are already the values of the recipe's keys.
+    W&B's variables get the values of the recipe's keys. Variables of other trackers are left out if exported.
     """
     names = {name: recipe[key] for name, key in environment_keys().items() if name.startswith("WANDB_")}
     if recipe.is_set("project"):
@@ -294,7 +294,10 @@ def _plugin_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def vllm_environment(device: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of every process that contains vLLM: the server, or trainers with a co-located vLLM."""
+    """Return variables to set in every process that contains vLLM: the server, or trainers with a co-located vLLM.
+
+    They override exported variables, except VLLM_USE_FLASHINFER_SAMPLER, which keeps its exported value.
+    """
     variables = {"VLLM_NO_USAGE_STATS": "1"}
     if device == "cuda":
         # FlashInfer's sampler returns no log-probs, so training never uses it, but vLLM's warm-up compiles it with

@@ -1,4 +1,8 @@
-"""Predict the speed of a planned run from earlier runs with the same name, model, batch, trainers and replicas."""
+"""Predict the seconds per step of a planned run, and its steps within a time limit.
+
+The prediction is a median of earlier runs with the same name, model, batch, and numbers of trainers and replicas.
+Without such a run, it is None.
+"""
 
 from __future__ import annotations
 

@@ -297,6 +297,7 @@ _IDLE: tuple[Idle, ...] = (
     Idle("vllm_* weight_sync* weight_guard*", lambda r: not r.server.use_vllm, "use_vllm: true"),
 )
 # fmt: on
+_SHARED_KEYS = ("max_completion_length", "reward_timeout", "reward_memory_gib")  # not only arguments of some rewards
 
 
 def notes(recipe: Recipe) -> list[str]:
@@ -329,7 +330,7 @@ def notes(recipe: Recipe) -> list[str]:
 def missing_requirement(recipe: Recipe, key: str) -> str:
     """Return the setting without which ``key`` does nothing, as text, or "" if the recipe has the setting."""
     readers = [name for name, reward in rewards().items() if key in reward.keys]
-    if readers and key not in ("max_completion_length", "reward_timeout"):  # they are not only for these rewards
+    if readers and key not in _SHARED_KEYS:
         return "" if set(readers) & set(recipe.rewards.funcs) else " or ".join(readers)
     rows = (row for row in (*entries("idle"), *_IDLE) if key in rules.matching_keys(row.keys))
     return next((row.requirement for row in rows if key != row.requirement and row.is_idle(recipe)), "")

@@ -144,7 +144,11 @@ def count_rows(path: Path, most: int, split: str = "train") -> int | None:
 
 
 def _count_file(path: Path, most: int) -> int | None:
-    """Return the number of rows of a file, or ``most`` if it has more; None for a long .json file."""
+    """Return the number of rows of a file, or ``most`` if it has more; None for a long .json file.
+
+    Raise ValueError for a fault in a .csv or .tsv file, and for a .parquet file in another format. The lines of a
+    .jsonl file are counted without a check.
+    """
     kind = BUILDERS[path.suffix]
     if kind == "parquet":
         return min(most, int(_parquet_file(path).metadata.num_rows))

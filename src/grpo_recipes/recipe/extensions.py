@@ -68,7 +68,10 @@ class Extension:
     advice: str = ""  # a mapping: pattern of a log line -> what to do
 
     def load(self, part: str) -> Any:
-        """Import a part, for example ``rules``, and return its object; None if the extension lacks this part."""
+        """Import a part, for example ``rules``, and return its object; None if the extension lacks this part.
+
+        Errors of the import are raised unchanged.
+        """
         reference = getattr(self, part)
         return load(reference) if reference else None
 

@@ -54,7 +54,8 @@ class GeneratedData:
 
 def _smoke_rows(name: str, _: Lookup, split: str) -> list[Row]:
     """Return the rows of a smoke dataset for the split "train" or "test"."""
-    return [dict(row) for row in smoke.split_sums(solutions=name == smoke.UNTRAINED)[split == "test"]]
+    splits = smoke.split_sums(solutions=name == smoke.UNTRAINED, programs=name == smoke.PROGRAMS)
+    return [dict(row) for row in splits[split == "test"]]
 
 
 def _smoke_fingerprint(name: str, _: Lookup) -> str:

@@ -333,7 +333,8 @@ def _make_level_test(
         window = health.metrics[key].window
         if len(window) < enough or (level := level_of(value for _, value in window)) <= limit:
             return None
-        return {"first": window[0][0], "level": level, "share": percent(level)}
+        first = next(step for step, value in window if value > limit)
+        return {"first": first, "level": level, "share": percent(level)}
 
     return facts
 

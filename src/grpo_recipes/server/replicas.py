@@ -24,7 +24,8 @@ async def call_workers(raw_request: Request) -> JSONResponse:
     """Call a method of every worker, as ``/collective_rpc`` does.
 
     The request is ``{"method": NAME, "kwargs": {}}``. The answer's ``results`` have a list for each replica, with the
-    result of each of its workers.
+    result of each of its workers. Raise RuntimeError if the method fails in a replica, and EngineDeadError if a replica
+    is dead.
     """
     body = await raw_request.json()
     results = await _call_replicas(raw_request, "collective_rpc", body["method"], None, (), body.get("kwargs", {}))

@@ -230,7 +230,8 @@ def _check_rewards(
     """Call each reward with right and wrong answers to these rows, and return a line with its means.
 
     The lines come from the cache if rows, keys and reward files are unchanged. ``left_out`` has the columns that
-    rewards do not get, with the reasons. Raise ConfigError for failing rewards.
+    rewards do not get, with the reasons. The first line lists them. Raise ConfigError if a reward fails, if no reward
+    distinguishes right from wrong answers, and for the other problems of ``find_problems``.
     """
     file = _get_result_file(recipe, rows, environment)
     with contextlib.suppress(OSError, ValueError):

@@ -25,7 +25,9 @@ def compute_geometric_mean_loss(
 ) -> torch.Tensor:
     """Return GMPO's loss of a micro-batch. ``compute`` is TRL's loss, and ``logps`` computes its log-probs.
 
-    ``epsilon`` and ``epsilon_high`` are the limits of log-ratios. The metrics ``clip_ratio/*`` count clipped tokens.
+    The result includes the other terms of TRL's loss, such as the KL penalty. A log-ratio is at most ``epsilon_high``
+    (by default ``epsilon``) with a positive advantage, and at least ``-epsilon`` with a negative advantage. The metrics
+    ``clip_ratio/*`` become the fractions of clipped tokens.
     """
     args, rows = trainer.args, dict(rows)
     advantages = rows["advantages"].unsqueeze(1) if rows["advantages"].dim() == 1 else rows["advantages"]

@@ -256,7 +256,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return prompt_ids, completion_ids, tool_mask, self.source.completions(), *extra_fields
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Return token ids and log-probs of completions. After an optimizer step, send vLLM the new weights first."""
+        """Send vLLM the new weights if it lacks them; return completions' ids and log-probs. A stop raises Stopped."""
         with self.preemption.sampling(), self.rows.phase("sample"):
             ids_and_logprobs = self.rollouts.generate(partial(super()._generate_single_turn, *args, **kwargs))
         self.preemption.stop_if_agreed()
@@ -424,7 +424,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 self.beta = self._kl_controller.beta
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore the random states, and the state that transformers does not save."""
+        """Restore this rank's random and other state. Raise FileNotFoundError or ValueError if a part is missing."""
         if checkpoint is not None:
             self.checkpoints.load_random_states(Path(checkpoint), partial(super()._load_rng_state, checkpoint))
 

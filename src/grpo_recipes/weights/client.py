@@ -148,7 +148,8 @@ class BridgeClient(SamplingSeeds, ServerConnection):
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 0.5) -> None:
         """Set token and limits of the session, then wait for the run's own server, at most ``total_timeout`` seconds.
 
-        Raise ServerError if no server answers, or if it serves another run's model.
+        With 0 seconds, try once. Raise ServerError if no server answers in time, or at once if it serves another run's
+        model. Raise GenerationAborted if the run stops.
         """
         token = Path(os.environ["GRPO_TOKEN_FILE"]).read_text().strip()
         self.base_url = read_server_url(self._state_file) or self.base_url

@@ -177,7 +177,7 @@ def test_a_comparison_hides_a_group_in_all_charts_and_shows_minutes(tmp_path: Pa
 @pytest.mark.parametrize("width", [390, 1400])
 def test_tokens_are_colored_and_read_by_pointer_and_keyboard(tmp_path: Path, width: int) -> None:
     right, wrong = two_samples()
-    texts = ["\n", "3", " <b>&", "\u200b", "\u4e16\U0001f600", "</s>"]
+    texts = ["\n", "3", " <b>&", "\x0e\\", "\u4e16\U0001f600", "</s>"]
     right |= token_view(texts, "4:2 2:0", "-0.1 -1 0 nan -2.3 -0.5")
     wrong |= {**token_view(["no", "</s>"], "2:-1"), "tokens": 900}
     run = make_run(tmp_path, steps=3, samples=[right, wrong])
@@ -187,12 +187,12 @@ def test_tokens_are_colored_and_read_by_pointer_and_keyboard(tmp_path: Path, wid
     assert 0 < found["width"] <= width
     assert (first["summary"], second["summary"]) == ("6 tokens", "First 2 of 900 tokens")
     assert first["legend"].startswith("Green: advantage above 0.") and "Gray: masked, not trained" in first["legend"]
-    assert first["tokens"] == [*texts[:3], "U+200B", *texts[4:]]
+    assert first["tokens"] == [*texts[:3], "\\x0e\\", *texts[4:]]
     assert (first["kinds"], second["kinds"]) == (["positive"] * 4 + [""] * 2, ["negative"] * 2)
     assert first["hovered"] == '"3" \u00b7 token 2 of 6 \u00b7 advantage +2 \u00b7 log-prob -1 (37 %)'
     third, fourth, again, end, home = first["keyed"]
     assert third == again and third.startswith('" <b>&"') and third.endswith("log-prob 0 (100 %)")
-    assert fourth.endswith("advantage +2")  # vLLM gave no log-prob
+    assert fourth == '"\\x0e\\" \u00b7 token 4 of 6 \u00b7 advantage +2'  # vLLM gave no log-prob
     assert end.endswith("token 6 of 6 \u00b7 advantage 0 \u00b7 log-prob -0.5 (61 %)")
     assert home.startswith('"\\n" \u00b7 token 1 of 6') and first["marked"] == [0] and first["isReached"]
     assert second["hovered"].endswith("token 2 of 2 \u00b7 advantage -1")

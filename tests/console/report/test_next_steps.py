@@ -15,6 +15,7 @@ import pytest
 
 from grpo_recipes.console.report import next_steps
 from grpo_recipes.console.report.next_steps import Card, make_cards
+from grpo_recipes.console.report.pages import make_headline
 from grpo_recipes.console.report.read import read_run
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.runs import health
@@ -84,20 +85,25 @@ def test_a_completed_run_without_a_sign_has_its_usual_next_steps(tmp_path: Path)
 
 def test_a_collapsed_reward_is_the_first_card(tmp_path: Path) -> None:
     def cards(name: str, change: Callable[[float], float]) -> list[Card]:
+        """Return the cards, and check that the headline says the same about the reward as the first card."""
         folder = make_run(tmp_path / name, steps=60)
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         lines = [json.dumps(row | {"reward": row["reward"] - change(row["step"])}) for row in rows]
         (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-        return cards_of(folder)
+        cards, headline = cards_of(folder), make_headline(read_run(folder))
+        if cards[0].title == "The reward collapsed":
+            assert headline == cards[0].text.partition(" To fix it")[0].removeprefix("The r").replace("eward", "Reward")
+        return cards
 
     card, *others = cards("collapsed", lambda step: 0.02 * max(0, step - 35))
     assert (card.title, card.chart, card.serious, others) == ("The reward collapsed", "Reward", True, [])
     assert card.step is not None and 30 <= card.step <= 40
-    assert re.match(rf"The reward fell from 0\.6\d* at step {card.step} to 0\.\d+\. To fix it, lower", card.text)
+    fall = rf"The reward fell from 0\.6\d* at step {card.step} to 0\.\d+ at step 60\. To fix it, lower"
+    assert re.match(fall, card.text)
     assert card.command.endswith("--learning_rate 5e-07 --beta 0.08")
     at_once, *_ = cards("at once", lambda step: 10.0 * (step > 1))
     assert at_once.title == "The reward collapsed" and at_once.step == 1
-    assert re.match(r"The reward fell from 0\.\d+ at step 1 to -9\.", at_once.text)
+    assert re.match(r"The reward fell from 0\.\d+ at step 1 to \u22129\.\d+ at step 60\.", at_once.text)
     for name, change in (("dip", 0.003), ("rise", 0.0)):
         titles = [card.title for card in cards(name, lambda step, change=change: change * max(0, step - 35))]
         assert "The reward collapsed" not in titles

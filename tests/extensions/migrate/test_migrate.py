@@ -87,11 +87,11 @@ def test_a_recipe_of_ours_is_copied_as_it_is(tmp_path) -> None:
     [
         ("[accuracy, format]", "[1.0, 0.2]", {"math_verify": 1.0, "format_tags": 0.2}, ""),
         ("[accuracy, format, tag_count]", "[1, 2, 3]", {"math_verify": 1, "format_tags": 2}, "tag_count: format_tags"),
-        ("[accuracy, code, length]", "[1, 2, 3]", {"math_verify": 1}, "code: it runs code"),
+        ("[accuracy, ioi_code, length]", "[1, 2, 3]", {"math_verify": 1}, "ioi_code: it needs"),
         ("[cosine, soft_overlong_punishment]", "[1, 2]", {"cosine_length": 1, "soft_overlong": 2}, ""),
         ("[accuracy, think_accuracy]", "[1, 2]", {"math_verify": 1}, "think_accuracy: math_verify"),
-        ("[accuracy, genes, code]", "[1, 2, 3]", {"math_verify": 1, "my_rewards.py:genes": 2}, "code: it runs code"),
-        ("[format, code]", "[0.1, 1]", {"format_tags": 0.1, "my_rewards.py:code": 1}, "my_rewards.py"),
+        ("[accuracy, genes, cf_code]", "[1, 2, 3]", {"math_verify": 1, "my_rewards.py:genes": 2}, "cf_code: it needs"),
+        ("[format, code]", "[0.1, 1]", {"format_tags": 0.1, "code_tests": 1}, ""),
     ],
 )
 def test_rewards_keep_their_weights(rewards, weights, expected_weights, comment, tmp_path, monkeypatch) -> None:

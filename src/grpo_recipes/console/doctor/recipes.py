@@ -1,6 +1,7 @@
 """Checks of a recipe: are its models and data on this machine, and do memory and disk suffice?
 
-Each check gets a ``Case``, which plans a launch of the recipe on this machine at the first access.
+Each check gets a ``Case``, which plans a launch of the recipe on this machine at the first access. If the recipe can't
+run here, this raises ConfigError, and ``examine`` returns a problem for the check.
 """
 
 import functools

@@ -10,8 +10,9 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from grpo_recipes.console.report.page import format_number
 from grpo_recipes.console.report.read import RunRecord
 from grpo_recipes.console.report.run_charts import METRICS
 from grpo_recipes.paths import display_path
@@ -40,6 +41,19 @@ class Card:
     def is_sign(self) -> bool:
         """Whether the card is a sign that the run does not learn, which the page shows first."""
         return self.step is not None
+
+
+class Collapse(NamedTuple):
+    """The fall of a reward that collapsed."""
+
+    best: float  # level before the fall
+    best_step: int
+    last: float  # mean reward of the last 5 steps
+    last_step: int
+
+    def __str__(self) -> str:
+        start, end = (f"{format_number(reward)} at step {step:,}" for reward, step in (self[:2], self[2:]))
+        return f"from {start} to {end}"
 
 
 @dataclass(frozen=True)
@@ -80,30 +94,33 @@ def make_cards(run: RunRecord, folder: Path, notices: list[Notice]) -> list[Card
     ``folder`` is the run directory in the commands.
     """
     recipe = shlex.quote(f"{display_path(folder)}/recipe.yaml")
-    if notices := [*_find_collapse(run), *notices]:
+    if collapse := find_collapse(run):
+        text = f"the reward fell {collapse}"
+        fix = "lower learning_rate or raise beta; load_best_model_at_end keeps the best model"
+        first_step, last_step = collapse.best_step, collapse.last_step
+        notices = [Notice(_COLLAPSE, text, fix, first_step, last_step, serious=True), *notices]
+    if notices:
         return [_make_notice_card(run, recipe, notice) for notice in notices]
     return _list_usual_steps(run, shlex.quote(display_path(folder)), recipe) if run.status == "completed" else []
 
 
-def _find_collapse(run: RunRecord) -> list[Notice]:
-    """Return a notice if the reward has lost half of its rise, or of its first value, and more than noise explains.
+def find_collapse(run: RunRecord) -> Collapse | None:
+    """Return the fall of a reward that lost half of its rise, or of its first value, and more than noise explains.
 
     The best and the last level are means of 5 steps. The noise is estimated from the differences of successive steps. A
     reward that falls at once has no rise, so its first value is compared too, with the noise of the second half.
     """
     rewards, (first, last, best, *_) = run.metrics.known("reward"), run.outcome
     if first is None or last is None or best is None or len(rewards) < 2 * LAST_STEPS:
-        return []
+        return None
     level, step = best
     error = math.sqrt(2 * _estimate_noise(rewards) / LAST_STEPS)
     if level - last <= max(_FAR * error, _LOST * (level - first)):
         level, step = rewards[0], run.metrics.steps[0]
         error = math.sqrt(_estimate_noise(rewards[len(rewards) // 2 :]))
         if level - last <= max(_FAR * error, _LOST * abs(level)):
-            return []
-    text = f"the reward fell from {level:.3g} at step {step:,.0f} to {last:.3g}"
-    fix = "lower learning_rate or raise beta; load_best_model_at_end keeps the best model"
-    return [Notice(_COLLAPSE, text, fix, int(step), int(run.metrics.steps[-1]), serious=True)]
+            return None
+    return Collapse(level, int(step), last, int(run.metrics.steps[-1]))
 
 
 def _estimate_noise(rewards: Sequence[float]) -> float:

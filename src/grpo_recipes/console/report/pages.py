@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_recipes.console.report import run_charts
 from grpo_recipes.console.report.chart import choose_window, make_clock, make_histogram, split_rows
-from grpo_recipes.console.report.next_steps import make_cards
+from grpo_recipes.console.report.next_steps import find_collapse, make_cards
 from grpo_recipes.console.report.page import (
     BASELINES,
     SMOKE_BADGE,
@@ -139,8 +139,8 @@ def make_headline(run: RunRecord) -> str:
 
     For example "Failed. Reward rose from 0.1 to 0.6 over 40 steps." The mean rewards of the first and of the last tenth
     of the steps (at least 3 steps each) are compared. Below two standard errors, the sentence is "No clear trend in
-    the reward". With overlap_generation, it adds "one step off-policy". Without rewards, it has the loss, or
-    names the reason.
+    the reward". For a collapsed reward, it names the level before the fall and its step. With overlap_generation, it
+    adds "one step off-policy". Without rewards, it has the loss, or names the reason.
     """
     outcome, rewards = run.outcome, run.metrics.known("reward")
     status = _STATUSES.get(run.status, ("", ""))[1]
@@ -152,10 +152,12 @@ def make_headline(run: RunRecord) -> str:
     change = (
         f"from {format_number(outcome.first)} to {format_number(outcome.last)} over {plural(outcome.steps, 'step')}"
     )
-    change += ", one step off-policy" if run.value("overlap_generation") else ""
+    ending = ", one step off-policy." if run.value("overlap_generation") else "."
+    if collapse := find_collapse(run):
+        return f"{status}Reward fell {collapse}{ending}"
     if compare_ends(rewards):
-        return f"{status}Reward {'rose' if outcome.last > outcome.first else 'fell'} {change}."
-    return f"{status}No clear trend in the reward, {change}."
+        return f"{status}Reward {'rose' if outcome.last > outcome.first else 'fell'} {change}{ending}"
+    return f"{status}No clear trend in the reward, {change}{ending}"
 
 
 def collect_notices(run: RunRecord) -> list[Notice]:

@@ -175,7 +175,8 @@ def _normalize_key(name: str) -> str:
 def _read_axis(word: str) -> tuple[str, list[str]]:
     """Parse a word ``key=v1,v2`` or ``key=1..3``; return the key and the list of its values as texts.
 
-    Raise ConfigError if the word has another format, the key is unknown or can't be varied, or a value is empty.
+    A value with a comma is in quotes, as in a CSV file. Raise ConfigError if the word has another format, the key is
+    unknown or can't be varied, a value is empty, or a range is reversed or has more than 1,000 values.
     """
     if (match := _AXIS.fullmatch(word)) is None:
         fix = "put the recipe first, then e.g. seed=1..3, then --flags"

@@ -294,7 +294,10 @@ class AtroposClient:
         return groups
 
     def _count_batch(self, groups: Sequence[Group]) -> None:
-        """Add a received batch to the counts, record its group sizes and the time of each environment, and print it."""
+        """Add a received batch to ``counts`` and its group sizes to the known sizes, and print it.
+
+        Set ``last_seen`` of its environments to the current time.
+        """
         sequences = sum(len(group.tokens) for group in groups)
         self.counts["batches"] += 1
         self.counts["groups"] += len(groups)

@@ -176,9 +176,10 @@ class RecipeEnv(BaseEnv):
         raise NotImplementedError("an environment must define score or play")
 
     async def play(self, item: Item, episode: Episode) -> EpisodeScore:
-        """Play an episode after its first turn, and return its score, or a list with a score for each turn.
+        """Play an episode after its first turn; return its score, a list of its turns' scores, or None if unscored.
 
-        ``await episode.turn(text)`` plays another turn. The scores of all turns are added.
+        ``await episode.turn(text)`` plays another turn. The scores of all turns are added. A subclass overrides this to
+        play more turns; here return ``score`` of the first turn.
         """
         score = self.score(item, episode.text)
         value: EpisodeScore = await score if inspect.isawaitable(score) else score

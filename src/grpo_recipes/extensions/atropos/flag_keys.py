@@ -209,7 +209,11 @@ def _accept_same(setting: Setting, is_same: bool) -> None:
 
 
 def shared_weights(setting: Setting, settings: Settings) -> None:
-    """Reject a value that is not true if --weight-bridge-mode is shared_vllm; ignore a true value in other modes."""
+    """Reject a setting that is not true if --weight-bridge-mode is shared_vllm.
+
+    ``setting`` stores the problem, and nothing is raised. In other modes, accept a true value with the reason why it
+    changes nothing, and leave the setting unchanged for other values.
+    """
     shared, shares = settings.values[MODE] == SHARED, as_bool(setting.value) is True
     if shared and not shares:
         fix = f"export {setting.name}=1, or unset it"

@@ -167,10 +167,11 @@ class AtroposRollouts(Source):
         return self._completions
 
     def annotate(self, trainer: SamplingTrainer, output: dict[str, Any]) -> None:
-        """Change TRL's ``output`` in place: mask zeroed rows, add "fresh" and, if the rows differ, "temperature".
+        """Change TRL's ``output`` in place: mask zeroed rows in "tool_mask", add "fresh" and maybe "temperature".
 
         A row is zeroed if its environment sets its advantage to 0. Its masked tokens still count in the mean over
         tokens, but get no KL penalty. A row is fresh if the current weights sampled it with neutral parameters.
+        "temperature" is added if a row of any rank was sampled at another temperature than the recipe's.
         """
         device = output["completion_ids"].device
         output["tool_mask"] = output["tool_mask"] * ~self._find_zeroed_rows(device).unsqueeze(1)

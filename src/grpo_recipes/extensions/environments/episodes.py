@@ -432,9 +432,10 @@ def choose_environment_labels(environments: Sequence[tuple[str, dict[str, Any], 
 def compute_turn_advantages(
     episodes: Sequence[tuple[int, float | None, list[float]]], group_size: int, scale: str = "group"
 ) -> dict[tuple[int, int | None], float]:
-    """Return an advantage by (row, turn): the sum of rewards from the turn on, minus the group's mean of the turn.
+    """Return an advantage by (row, turn): the sum of turn rewards from the turn on, minus the group's mean of the turn.
 
-    ``episodes`` are (row, reward, rewards of the turns); episodes without a reward are left out. ``scale`` is TRL's
+    ``episodes`` are (row, reward, rewards of the turns). Episodes with the reward None are left out; otherwise only the
+    turn rewards count. Means and deviations of a turn are over the episodes that have this turn. ``scale`` is TRL's
     ``scale_rewards``: divide by the standard deviation of the group ("group") or of the batch, plus 1e-4, or do not
     divide ("none").
     """

@@ -296,9 +296,10 @@ class Game(Environment):
             return not self._play_action(copy.deepcopy(self._env), move)[1]
 
     def _list_candidate_moves(self, seat: int) -> list[str]:
-        """Return moves that a random opponent tries: the bracketed texts of its observations, then numbers.
+        """Return moves that a random opponent tries: bracketed texts of its observations, then "[0]" to "[9]".
 
-        The newest text comes first. The moves of a text, and the numbers, are in random order.
+        The moves keep their brackets, and no move occurs twice. [GAME] and [Player N] are left out. The moves of the
+        newest observation come first. The moves of an observation, and the numbers, are in random order.
         """
         moves: list[str] = []
         for _, text, _ in reversed(self._observations[seat]):

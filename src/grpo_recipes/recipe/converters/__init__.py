@@ -92,7 +92,8 @@ def by_value(name: str, value: Any) -> dict[str, Any]:
 def reward_names() -> dict[str, str]:
     """Return the rewards of other projects that ``names.yaml`` lists: their name -> our reward."""
     rows = read_file(NAMES_FILE)["rewards"]
-    return {name: reward for reward, other_names in rows.items() for name in other_names.split()}
+    known = rewards()
+    return {name: reward for reward, others in rows.items() if reward in known for name in others.split()}
 
 
 @functools.cache

@@ -46,7 +46,8 @@ function readToken(fold, node) {
   const nodes = [...fold.querySelectorAll(".token")];
   const index = nodes.indexOf(node);
   const [advantage, logprob] = [advantages[index], logprobs[index]];
-  const parts = [JSON.stringify(node.textContent), `token ${index + 1} of ${nodes.length}`];
+  const text = node.textContent.replaceAll("\n", "\\n").replaceAll("\t", "\\t"); // the page names other hidden characters
+  const parts = [`"${text}"`, `token ${index + 1} of ${nodes.length}`];
   if (Number.isNaN(advantage)) parts.push("masked, not trained");
   else {
     parts.push(`advantage ${advantage > 0 ? "+" : ""}${formatted(advantage)}`);

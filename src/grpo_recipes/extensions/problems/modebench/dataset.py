@@ -220,8 +220,8 @@ def list_wrong_answers(answer: str) -> list[str]:
 def extract_answer(text: str) -> str | None:
     """Return the content of the last ``\\boxed{...}`` of a text, or else the text if it is a single short line.
 
-    Return None for other texts, and for lines with < or >. An introduction such as "The answer is" is removed from the
-    line.
+    The content of an empty box is "". A box without a closing brace does not count. An introduction such as "The answer
+    is" is removed from the line. Return None for other texts, and for lines with < or > or above 160 characters.
     """
     open_braces: list[int] = []
     begin = end = -1
