@@ -18,6 +18,8 @@ install_environment() {
     # Images may be built inside a Slurm job, where setup.sh installs nothing.
     env -u SLURM_JOB_ID ENV_DIR=$grpo/env PYTHON=/usr/bin/python3.11 PIP_NO_CACHE_DIR=1 \
         bash $grpo/repository/scripts/setup.sh
+    # Users of the image can't write compiled modules.
+    $grpo/env/bin/python -m compileall -q -j 0 $grpo/env/lib || true # some packages have templates that are no Python
     rm -f $grpo/env.lock
 }
 

@@ -278,8 +278,6 @@ choose_installer() {
         return
     fi
     export_uv_settings "$python"
-    # one process per core compiles, which is too many on a large login node
-    export UV_CONCURRENT_INSTALLS=${UV_CONCURRENT_INSTALLS:-$(($(nproc) < 8 ? $(nproc) : 8))}
     choose_uv_cache
 }
 
@@ -316,7 +314,7 @@ install_with_uv() {
         export UV_INDEX="${UV_INDEX:+$UV_INDEX }$torch_cpu_index"
     fi
     say "installing $(cat "${locks[@]}" | wc -l) packages with uv"
-    uv_install --compile-bytecode "${locks[@]/#/--requirements=}" &&
+    uv_install "${locks[@]/#/--requirements=}" &&
         uv_install --no-build-isolation --editable "$root" || return
     rm -f "$env_dir/.lock" # uv leaves it writable for every user
     say "installed the packages in $((SECONDS - start)) s"
@@ -345,11 +343,23 @@ install_with_pip() {
     say "installing $(cat "${locks[@]}" | wc -l) packages with pip, which takes minutes"
     [[ $flavour != cpu ]] || install_cpu_torch
     for lock in "${locks[@]}"; do
-        pip install --no-deps -r "$lock" || fail "pip could not install requirements/${lock##*/} (its message is above)"
+        pip install --no-deps --no-compile -r "$lock" || fail "pip could not install requirements/${lock##*/} (its message is above)"
     done
     pip install --no-deps --no-build-isolation --editable "$root" ||
         fail "pip could not install the project (its message is above)"
     say "installed the packages in $((SECONDS - start)) s"
+}
+
+# Python compiles a module at its first import. For the modules of a run this happens here, not in the first run.
+compile_imports() {
+    local start=$SECONDS side
+    say "compiling the modules that a run imports"
+    for side in server trainer; do
+        env -u PYTHONDONTWRITEBYTECODE -u PYTHONPATH timeout 300 \
+            "$python" "$root/scripts/compile_imports.py" "$side" </dev/null >/dev/null 2>&1 &
+    done
+    wait
+    say "compiled them in $((SECONDS - start)) s"
 }
 
 install_packages() {
@@ -369,6 +379,7 @@ install_environment() {
     # the stamp goes first and comes last, so that an interrupted installation is never taken for a complete one
     rm -f -- "$stamp"
     install_packages
+    compile_imports
     write_stamp
     [[ -z ${own_cache:-} ]] || rm -rf -- "$own_cache"
     say "done in ${SECONDS} s"
