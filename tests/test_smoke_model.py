@@ -7,6 +7,8 @@ import hashlib
 import json
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import unicodedata
 from pathlib import Path
@@ -141,6 +143,22 @@ def test_tied_bfloat16_variant(tmp_path, monkeypatch):
     assert model.config.tie_word_embeddings
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_the_progress_of_the_training_is_printed(capsys, monkeypatch):
+    monkeypatch.setattr(smoke, "_PROGRESS_SECONDS", 0.0)
+    assert [step for _, step in smoke.track_steps(FEW_STEPS)] == [0, 1, 0, 1]
+    lines = [f"grpo: smoke model: {finished} of 4 steps, 0 s" for finished in range(4)]
+    assert capsys.readouterr().out.splitlines() == [*lines, "grpo: trained the smoke model: 4 steps in 0 s"]
+
+
+def test_sigterm_leaves_no_incomplete_folder(tmp_path):
+    command = [sys.executable, "-m", "grpo_recipes.smoke", str(tmp_path / "made")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout.readline() == "grpo: smoke model: 0 of 520 steps, 0 s\n"
+        assert len(list(tmp_path.iterdir())) == 1
+        program.terminate()
+    assert program.returncode == 128 + signal.SIGTERM and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("text", TEXTS)

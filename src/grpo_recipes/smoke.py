@@ -20,15 +20,21 @@ import math
 import os
 import random
 import shutil
+import signal
+import sys
+import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.paths import cache_root, module_command
+from grpo_recipes.process.reports import say
+from grpo_recipes.process.terminal import OUTPUT
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 VERSION = "1"  # raise it whenever anything below changes what `make_smoke_task` writes
@@ -45,6 +51,7 @@ _EPISODES = {
     MAFIA: "grpo_recipes.extensions.environments.smoke_games",
     TOOLS: "grpo_recipes.extensions.environments.smoke_tools",
 }
+_PROGRESS_SECONDS = 10.0  # between two lines without a terminal
 Row = dict[str, str]
 
 PAD, END = "<|endoftext|>", "<|im_end|>"  # Qwen's tokens
@@ -225,6 +232,25 @@ def build_model(tokenizer: PreTrainedTokenizerFast, tied: bool = False) -> Qwen2
     return Qwen2ForCausalLM(config)
 
 
+def track_steps(phases: Phases) -> Iterator[tuple[Phase, int]]:
+    """Yield each phase with each of its steps, and print the progress: a live line, or a line every ten seconds."""
+    steps = [(phase, step) for phase in phases for step in range(phase.steps)]
+    start, next_line = time.monotonic(), 0.0
+    try:
+        for finished, phase_and_step in enumerate(steps):
+            now = time.monotonic()
+            progress = f"smoke model: {finished} of {len(steps)} steps, {now - start:.0f} s"
+            OUTPUT.show_live(f"grpo: {progress}")
+            if now >= next_line and not sys.stdout.isatty():
+                say(progress)
+                next_line = now + _PROGRESS_SECONDS
+            yield phase_and_step
+    finally:
+        OUTPUT.show_live("")
+    if steps:
+        say(f"trained the smoke model: {len(steps)} steps in {time.monotonic() - start:.0f} s")
+
+
 def _pretrain(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, train: list[Row], phases: Phases, tags: Sequence[str]
 ) -> None:
@@ -238,21 +264,28 @@ def _pretrain(
     encoded = tokenizer(answers, padding=True, padding_side="right", return_tensors="pt")
     completions = encoded.input_ids.masked_fill(encoded.attention_mask == 0, -100)
     sums = torch.tensor([sum(map(int, row["problem"].strip("=").split("+"))) for row in train])
-    for steps, copies, wrong_share, lr, weight_decay in phases:
-        inputs, right = prompts.repeat(copies, 1), sums.repeat(copies)
-        optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=weight_decay)
-        for step in range(steps):
-            warmup, cosine = min(1.0, (step + 1) / 20), (1 + math.cos(math.pi * step / steps)) / 2
-            optimizer.param_groups[0]["lr"] = lr * (warmup * cosine)
-            wrong = (right + torch.randint(1, MAX_SUM + 1, right.shape)) % (MAX_SUM + 1)  # uniform over the wrong sums
-            labels = completions[torch.where(torch.rand(right.shape) < wrong_share, wrong, right)]
-            # Right padding may be any token under causal attention; cross_entropy skips its label of -100.
-            logits = model(torch.cat([inputs, labels.clamp(min=0)], dim=1)).logits[:, inputs.shape[1] - 1 : -1]
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+    for phase, step in track_steps(phases):
+        if step == 0:
+            inputs, right = prompts.repeat(phase.copies, 1), sums.repeat(phase.copies)
+            optimizer = make_optimizer(model, phase)
+        warmup, cosine = min(1.0, (step + 1) / 20), (1 + math.cos(math.pi * step / phase.steps)) / 2
+        optimizer.param_groups[0]["lr"] = phase.lr * (warmup * cosine)
+        wrong = (right + torch.randint(1, MAX_SUM + 1, right.shape)) % (MAX_SUM + 1)  # uniform over the wrong sums
+        labels = completions[torch.where(torch.rand(right.shape) < phase.wrong_share, wrong, right)]
+        # Right padding may be any token under causal attention; cross_entropy skips its label of -100.
+        logits = model(torch.cat([inputs, labels.clamp(min=0)], dim=1)).logits[:, inputs.shape[1] - 1 : -1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def make_optimizer(model: Qwen2ForCausalLM, phase: Phase) -> torch.optim.AdamW:
+    """Return the optimizer of a phase of the pre-training."""
+    import torch
+
+    return torch.optim.AdamW(model.parameters(), phase.lr, betas=(0.9, 0.98), weight_decay=phase.weight_decay)
 
 
 def _save_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, dtype: str, folder: Path) -> None:
@@ -291,6 +324,11 @@ def smoke_command(name: str, environment: Mapping[str, str]) -> tuple[Path, list
     return folder, module_command("grpo_recipes.smoke", str(folder), *flags.get(name, []))
 
 
+def exit_on_sigterm() -> None:
+    """Exit with code 143 after SIGTERM, so that ``make_smoke_task`` removes its incomplete folder."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 def main(argv: list[str] | None = None) -> None:
     """Make the smoke recipe's model and data."""
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -310,4 +348,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    exit_on_sigterm()
     main()

@@ -100,8 +100,9 @@ def test_sigterm_ends_everything_with_143(launch: Callable[..., Launch]) -> None
 
 @pytest.mark.slow
 def test_a_server_that_cannot_start_is_told_with_its_last_lines(launch: Callable[..., Launch], tmp_path) -> None:
-    (tmp_path / "empty-model").mkdir()
-    run = launch("--model_name_or_path", str(tmp_path / "empty-model"), "--max_steps", "2")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    run = launch("--model_name_or_path", str(tmp_path / "model"), "--max_steps", "2")
 
     assert run.wait(120) not in (0, 2)
 

@@ -16,6 +16,7 @@ import pytest
 from other_user import needs_root, other_user
 from rotation import ROTATES
 
+from grpo_recipes.fetch import built_in
 from grpo_recipes.launch import run as launch_run
 from grpo_recipes.launch.monitor import StopSignals
 from grpo_recipes.launch.processes import Child, Ending, Group, wait_for_ending
@@ -224,26 +225,53 @@ def test_a_server_whose_guard_was_killed_is_ended_before_the_next_one_starts(fak
 def test_a_smoke_task_that_could_not_be_made_ends_the_run_with_its_code(
     fake_run, monkeypatch, tmp_path, script, code, how, key
 ):
-    monkeypatch.setattr(launch_run, "smoke_command", lambda *_: (tmp_path / "smoke", ["sh", "-c", script]))
+    monkeypatch.setattr(built_in, "smoke_command", lambda *_: (tmp_path / "smoke", ["sh", "-c", script]))
     run = fake_run()
     user_keys = {"model_name_or_path": "own", "dataset_name": "own.jsonl", "eval_dataset_name": None}
     attempt = replace(run.attempt, recipe=user_keys | {key: "smoke:sums"})
-    assert launch_run.make_smoke_task(attempt) == Ending(code, f"python -m grpo_recipes.smoke {how}")
+    assert launch_run.make_smoke_task(attempt, StopSignals()) == Ending(code, f"python -m grpo_recipes.smoke {how}")
 
 
 def test_a_smoke_task_is_made_once_for_a_model_of_the_users_own(fake_run, monkeypatch, tmp_path):
     script = 'mkdir -p "$0"; echo >> "$0/made"'
     monkeypatch.setattr(
-        launch_run, "smoke_command", lambda name, _: (tmp_path / name, ["sh", "-c", script, str(tmp_path / name)])
+        built_in, "smoke_command", lambda name, _: (tmp_path / name, ["sh", "-c", script, str(tmp_path / name)])
     )
     run = fake_run()
     names = {"model_name_or_path": "own", "dataset_name": "smoke:sums", "eval_dataset_name": "smoke:sums"}
-    assert launch_run.make_smoke_task(replace(run.attempt, recipe=names)) is None
+    assert launch_run.make_smoke_task(replace(run.attempt, recipe=names), StopSignals()) is None
     assert [path.name for path in tmp_path.glob("smoke:*")] == ["smoke:sums"]
     assert (tmp_path / "smoke:sums/made").read_text() == "\n"
     (tmp_path / "smoke:sums/COMPLETE").touch()
-    assert launch_run.make_smoke_task(replace(run.attempt, recipe=names)) is None
+    assert launch_run.make_smoke_task(replace(run.attempt, recipe=names), StopSignals()) is None
     assert (tmp_path / "smoke:sums/made").read_text() == "\n"
+
+
+@pytest.mark.parametrize("how", ["grpo stop", "Ctrl-C"])
+def test_a_request_to_stop_ends_the_creation_of_the_smoke_model(fake_run, monkeypatch, tmp_path, how):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background test run ignores it
+    script = 'echo $$ > "$0"; while :; do sleep 0.1; done'
+    pid_file = tmp_path / "pid"
+    command = ["bash", "-c", script, str(pid_file)]
+    monkeypatch.setattr(built_in, "smoke_command", lambda *_: (tmp_path / "smoke", command))
+    run = fake_run(model_name_or_path="smoke:sums")
+    requested_at = []
+
+    def stop() -> None:
+        run.wait_until(lambda: pid_file.exists() and pid_file.read_text().strip())
+        requested_at.append(time.monotonic())
+        if how == "Ctrl-C":
+            os.kill(os.getpid(), signal.SIGINT)
+        else:
+            stop_file(run.folder).touch()
+
+    ending = run.then(stop).end(whole=True)
+    signal.signal(signal.SIGINT, before)
+
+    assert time.monotonic() - requested_at[0] < 4  # 2 s on a quiet machine
+    assert not is_alive(int(pid_file.read_text()))
+    stopped = "stopped on request before this attempt had anything to save"
+    assert ending == (Ending(75, stopped) if how == "grpo stop" else Ending(130, "stopped by SIGINT"))
 
 
 def test_server_restarts_0_ends_the_run_with_the_server(fake_run):

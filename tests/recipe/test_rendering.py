@@ -98,7 +98,8 @@ def test_check_rejects_rows_with_roles_that_the_template_rejects(read: Read, tmp
 def test_check_rejects_a_model_without_a_chat_template(read: Read, tmp_path: Path):
     """M20: a base model's tokenizer may have none."""
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
+    for name in ("config", "tokenizer_config"):
+        (tmp_path / "model" / f"{name}.json").write_text("{}")
     keys = {"model_name_or_path": str(tmp_path / "model"), "dataset_name": rows(tmp_path, "1+1=")}
     (problem,) = check(read(**keys), {})
     assert "the model has no chat template. Fix: add chat_template" in str(problem)

@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Generator
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from grpo_recipes.cli import command, option
 from grpo_recipes.cli.follow import find_run
 from grpo_recipes.console.generate import BACKEND, connect_to_server, make_sampling_parameters
 from grpo_recipes.errors import ConfigError, Problem, config_error
+from grpo_recipes.fetch.built_in import create_smoke_task
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.serve import ServerFailed, serving
 from grpo_recipes.paths import display_path
@@ -28,7 +28,7 @@ from grpo_recipes.recipe import DEFAULT_SOURCE, Recipe, read_frozen
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.recipe.keys import catalogue, run_root
 from grpo_recipes.runs.rundir import Run
-from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
+from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
 
 if TYPE_CHECKING:
     from grpo_recipes.rollouts.openai import CompletionClient, SamplingParameters
@@ -148,15 +148,10 @@ def find_run_or_model(name: str, needs_model: bool, fix: str) -> tuple[Run | Non
 
 
 def ensure_smoke_model(name: str) -> str:
-    """Return the folder of the smoke model ``name``; run a program that creates the model if it does not exist.
-
-    Raise CalledProcessError if the program fails.
-    """
-    folder, program = smoke_command(name, os.environ)
-    if not (folder / "COMPLETE").exists():
-        _print_line(f"creating the smoke model in {display_path(folder)} (once, about a minute)")
-        subprocess.run(program, check=True)
-    return str(folder / "model")
+    """Return the folder of the smoke model ``name``; create it first if needed. SystemExit if that fails."""
+    if code := create_smoke_task(name, os.environ):
+        raise SystemExit(code)
+    return str(smoke_folder(name, os.environ) / "model")
 
 
 def _make_default_recipe(name: str) -> Recipe:

@@ -7,7 +7,6 @@
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit
 
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.fetch.assets import ensure_assets, find_assets, record_assets
+from grpo_recipes.fetch.built_in import create_smoke_task
 from grpo_recipes.launch import processes, resolve, stages
 from grpo_recipes.launch.attempt import (
     Attempt,
@@ -73,7 +73,7 @@ from grpo_recipes.runs.checkpoints import find_verified_checkpoint
 from grpo_recipes.runs.progress import has_trained
 from grpo_recipes.runs.trace import LAUNCHER, Trace
 from grpo_recipes.secrets import mask_environment, mask_secrets
-from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
+from grpo_recipes.smoke import SMOKE_SCHEME
 
 _PORT_SECONDS = 5.0  # a server's port is free within this time after the end of its processes
 
@@ -212,7 +212,7 @@ def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
     try:
         stop.resume(rundir.stop_file(attempt.run.folder))
         print_start(attempt)
-        ending = make_smoke_task(attempt) or Supervisor(attempt, stop).run()
+        ending = make_smoke_task(attempt, stop) or Supervisor(attempt, stop).run()
     except StoppedAtOnce as stopped:
         ending = stopped.ending()
     except ConfigError as error:
@@ -244,19 +244,17 @@ def _replace_effect_of_sigterm(ending: Ending, stop: StopSignals) -> Ending:
     return ending
 
 
-def make_smoke_task(attempt: Attempt) -> Ending | None:
-    """Create the recipe's built-in smoke models and data if they are missing. Return an ending on failure, or None."""
+def make_smoke_task(attempt: Attempt, stop: StopSignals) -> Ending | None:
+    """Create the recipe's built-in smoke models and data if they are missing. Return an ending on failure, or None.
+
+    Raise StoppedAtOnce after a request to stop.
+    """
     keys = ("model_name_or_path", "dataset_name", "eval_dataset_name")
     for name in dict.fromkeys(attempt.recipe[key] or "" for key in keys):
-        if not name.startswith(SMOKE_SCHEME):
-            continue
-        folder, command = smoke_command(name, os.environ)
-        if (folder / "COMPLETE").exists():
-            continue
-        say(f"creating the smoke model and data in {display_path(folder)} (once, about a minute)")
-        attempt.trace.enter("create the smoke model")
-        if code := subprocess.call(command, env=attempt.environment):
-            return processes.ending_from_exit("python -m grpo_recipes.smoke", code)
+        if name.startswith(SMOKE_SCHEME):
+            attempt.trace.enter("create the smoke model")
+            if code := create_smoke_task(name, attempt.environment, stop.check):
+                return processes.ending_from_exit("python -m grpo_recipes.smoke", code)
     return None
 
 

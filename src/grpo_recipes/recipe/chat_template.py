@@ -156,9 +156,13 @@ def templates_of(recipe: Recipe, environment: Mapping[str, str]) -> dict[str, st
 
 def model_folder(recipe: Recipe, environment: Mapping[str, str]) -> Path:
     """Return the folder of the model's files on this machine, which may be in the hub's cache; it need not exist."""
-    model = recipe.model.name
-    folder = Path(os.path.expanduser(model))
-    return folder if folder.is_dir() else _snapshot(model, recipe.model.revision, environment)
+    return find_model_folder(recipe.model.name, recipe.model.revision, environment)
+
+
+def find_model_folder(name: str, revision: str, environment: Mapping[str, str]) -> Path:
+    """Return the folder with this name, or the folder of a hub id in the hub's cache; it need not exist."""
+    folder = Path(os.path.expanduser(name))
+    return folder if folder.is_dir() else _snapshot(name, revision, environment)
 
 
 def _snapshot(model: str, revision: str, environment: Mapping[str, str]) -> Path:

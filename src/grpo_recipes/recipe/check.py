@@ -53,6 +53,7 @@ from grpo_recipes.recipe.rules import Idle, Rule, isolates_rewards
 from grpo_recipes.recipe.shapes import COLUMN_KEYS
 from grpo_recipes.recipe.sources import requested_sampler, sampler_of
 from grpo_recipes.recipe.tasks import GRPO, requested_task, with_task
+from grpo_recipes.recipe.teacher import teacher_problems
 from grpo_recipes.recipe.user_code import copy_path, find_comparison, function_source, spec_problem
 from grpo_recipes.recipe.weight_sync import sync_problems
 from grpo_recipes.smoke import SMOKE_SCHEME, list_smoke_tasks
@@ -169,24 +170,32 @@ def _model(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
 
     A name must be a local folder or have the form of a hub id. Nothing is downloaded.
     """
-    key, model = "model_name_or_path", recipe.model.name
-    path = os.path.expanduser(model)
-    if model.startswith(SMOKE_SCHEME):
-        if model not in list_smoke_tasks():
-            yield recipe.problem(key, f"built-in model '{model}' not found", f"write {' or '.join(list_smoke_tasks())}")
-    elif model and not os.path.isdir(path) and not (HUB_NAME.fullmatch(model) and not os.path.exists(path)):
-        is_local = model.startswith(LOCAL_PREFIXES)
-        message = f"model folder '{model}' not found" if is_local else f"'{model}' is not a local folder or a hub id"
-        yield recipe.problem(key, message, "name a model folder or a hub id, e.g. Qwen/Qwen2.5-1.5B-Instruct")
+    key, fix = "model_name_or_path", "name a model folder or a hub id"
+    if recipe.model.name.startswith(SMOKE_SCHEME):
+        if recipe.model.name not in list_smoke_tasks():
+            message = f"built-in model '{recipe.model.name}' not found"
+            yield recipe.problem(key, message, f"write {' or '.join(list_smoke_tasks())}")
+    elif message := _find_fault(recipe.model.name):
+        yield recipe.problem(key, message, f"{fix}, e.g. Qwen/Qwen2.5-1.5B-Instruct")
     for frozen_key in ("ref_model_name_or_path", "teacher_model_name_or_path"):
-        path = os.path.expanduser(name := recipe[frozen_key] or "")
-        if name and not os.path.isdir(path) and (os.path.exists(path) or not HUB_NAME.fullmatch(name)):
-            message = f"'{name}' is not a local folder or a hub id"
-            yield recipe.problem(frozen_key, message, "name a model folder or a hub id")
+        if message := _find_fault(recipe[frozen_key] or ""):
+            yield recipe.problem(frozen_key, message, fix)
     served = environment.get("VLLM_MODEL")
     if served and served != recipe[key]:
         message = f"must equal model_name_or_path '{recipe[key]}', got '{served}'"
         yield Problem("VLLM_MODEL", message, "unset VLLM_MODEL, or set model_name_or_path to it")
+
+
+def _find_fault(name: str) -> str:
+    """Return what is wrong with the name of a model; empty for a folder with a model, a hub id or an empty name."""
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):
+        is_model = os.path.isfile(os.path.join(path, "config.json"))
+        return "" if is_model else f"'{name}' has no config.json, so it is not a model folder"
+    if not name or (HUB_NAME.fullmatch(name) and not os.path.exists(path)):
+        return ""
+    is_local = name.startswith(LOCAL_PREFIXES)
+    return f"model folder '{name}' not found" if is_local else f"'{name}' is not a local folder or a hub id"
 
 
 def _rounded_away(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
@@ -265,7 +274,7 @@ def _reward_variables(recipe: Recipe, environment: Mapping[str, str]) -> Iterato
 _CHECKS: tuple[_Check, ...] = (
     _model, kind_problems, _rounded_away, _user_code, check_data.reward_arguments, _reward_variables,
     _benchmarks, check_data.training_data, check_data.evaluation_data, row_filter.find_column_problem,
-    rendering.prompt_problems, passed_problems,
+    rendering.prompt_problems, passed_problems, teacher_problems,
 )  # fmt: skip
 
 # fmt: off

@@ -16,14 +16,13 @@ from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path, disable_dropout_in_model
 
 from grpo_recipes.algorithms.objectives import compare_with_teacher
-from grpo_recipes.errors import ConfigError, config_error
+from grpo_recipes.errors import config_error
+from grpo_recipes.recipe.teacher import FIX, KEY, describe_other_tokens
 from grpo_recipes.trainers.advantages import replace_logged_advantages
 from grpo_recipes.trainers.checks import compute_trainer_logps
 from grpo_recipes.trainers.loss_inputs import sampled_logps, trained_mask
 from grpo_recipes.trainers.model import as_config_error
 from grpo_recipes.trainers.protocol import InnerTrainer
-
-_KEY, _FIX = "teacher_model_name_or_path", "set a teacher with the tokenizer of the trained model"
 
 
 class Teacher:
@@ -76,20 +75,12 @@ def _check_embeddings(teacher: Any, model: Any) -> None:
     """Raise ConfigError if the teacher has fewer embeddings than the trained model, which may sample the others."""
     has, needs = (network.config.get_text_config().vocab_size for network in (teacher, model))
     if has < needs:
-        raise _make_error(f"the teacher has {has} embeddings, but the trained model has {needs}")
+        raise config_error(KEY, f"the teacher has {has} embeddings, but the trained model has {needs}", FIX)
 
 
 def check_teacher_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool) -> None:
     """Raise ConfigError if the tokenizer of the teacher ``name`` gives a token of ``tokenizer`` another id."""
-    with as_config_error((OSError, ValueError), _KEY, "the teacher's tokenizer can't be loaded", _FIX):
+    with as_config_error((OSError, ValueError), KEY, "the teacher's tokenizer can't be loaded", FIX):
         teacher = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    ids, vocabulary = teacher.get_vocab(), tokenizer.get_vocab()
-    others = [token for token, index in vocabulary.items() if ids.get(token) != index]
-    if others:
-        count = f"{len(others)} of {len(vocabulary)} tokens"
-        raise _make_error(f"the teacher's tokenizer has no or another id for {count}, for example {others[0]!r}")
-
-
-def _make_error(problem: str) -> ConfigError:
-    """Return the error for a teacher that does not fit the trained model."""
-    return config_error(_KEY, problem, _FIX)
+    if difference := describe_other_tokens(teacher.get_vocab(), tokenizer.get_vocab()):
+        raise config_error(KEY, difference, FIX)

@@ -59,22 +59,23 @@ def imitate(model: Qwen2ForCausalLM, phases: smoke.Phases, draw: Callable[[int, 
     """
     import torch
 
-    for steps, copies, wrong_share, lr, weight_decay in phases:
-        optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.98), weight_decay=weight_decay)
-        for step in range(steps):
-            optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 20) * (1 - step / steps)
-            batch = draw(copies, wrong_share)
-            ids, labels = (
-                torch.nn.utils.rnn.pad_sequence([torch.tensor(episode[part]) for episode in batch], True, padding)
-                for part, padding in ((0, 0), (1, -100))
-            )
-            is_action_BT = labels[:, 1:] != -100
-            logits = model.lm_head(model.model(ids).last_hidden_state[:, :-1][is_action_BT])
-            torch.nn.functional.cross_entropy(logits, labels[:, 1:][is_action_BT]).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+    for phase, step in smoke.track_steps(phases):
+        if step == 0:
+            optimizer = smoke.make_optimizer(model, phase)
+        optimizer.param_groups[0]["lr"] = phase.lr * min(1.0, (step + 1) / 20) * (1 - step / phase.steps)
+        batch = draw(phase.copies, phase.wrong_share)
+        ids, labels = (
+            torch.nn.utils.rnn.pad_sequence([torch.tensor(episode[part]) for episode in batch], True, padding)
+            for part, padding in ((0, 0), (1, -100))
+        )
+        is_action_BT = labels[:, 1:] != -100
+        logits = model.lm_head(model.model(ids).last_hidden_state[:, :-1][is_action_BT])
+        torch.nn.functional.cross_entropy(logits, labels[:, 1:][is_action_BT]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 if __name__ == "__main__":
+    smoke.exit_on_sigterm()
     smoke.make_smoke_task(Path(sys.argv[1]), phases=smoke.MAFIA_PHASES, name=smoke.MAFIA, on_episodes=pretrain)

@@ -82,4 +82,5 @@ def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: 
 
 
 if __name__ == "__main__":
+    smoke.exit_on_sigterm()
     smoke.make_smoke_task(Path(sys.argv[1]), phases=smoke.SHOP_PHASES, name=smoke.TOOLS, on_episodes=pretrain)
