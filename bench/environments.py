@@ -56,13 +56,14 @@ def measure(recipe: Path, mode: str, seed: int) -> dict[str, Any]:
             raise RuntimeError(f"{recipe} ended with {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
         (run,) = (path.parent for path in Path(folder).glob("*/summary.json"))
         summary = read_json(run / "summary.json")
-        first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         evaluated = (run / "eval.jsonl").read_text().splitlines() if (run / "eval.jsonl").exists() else []
     return {
         "recipe": str(recipe.resolve().relative_to(find_code_root())), "mode": mode, "seed": seed,
         "steps": summary["steps"],
-        "initial_reward": round(summary["initial_reward"], 4), "final_reward": round(summary["final_reward"], 4),
-        "episodes": _of_episodes(first, "episodes/"),
+        "initial_reward": round(statistics.fmean(row["reward"] for row in rows[:3]), 4),
+        "final_reward": round(summary["final_reward"], 4),
+        "episodes": _of_episodes(rows[0], "episodes/"),
         "evaluated": [_of_episodes(json.loads(line), "eval_episodes/") for line in evaluated],
         "benchmarks": summary.get("benchmarks", {}), "seconds": round(seconds, 1),
     }  # fmt: skip

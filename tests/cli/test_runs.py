@@ -164,9 +164,9 @@ def test_status_shows_the_command_that_resumes_a_run(folder, capsys, status, cau
 
 def test_status_shows_the_first_and_the_current_reward(folder, capsys) -> None:
     run = make_run(folder)
-    rows = [{"step": step, "max_steps": 10, "reward": step / 10} for step in range(1, 9)]
+    rows = [{"step": step, "max_steps": 10, "reward": step / 10} for step in range(1, 11)]
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "reward   0.200 -> 0.600, means of the first 3 and the last 5 of 8 steps\n" in run_command(
+    assert "reward   0.300 -> 0.800, means of the first and the last 5 of 10 steps\n" in run_command(
         capsys, "status", "last"
     )
 

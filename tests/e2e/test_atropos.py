@@ -54,7 +54,7 @@ def test_the_smoke_recipe_learns_from_an_environment(launch: Callable[..., Launc
     run = launch(command=command, CONFIG=RECIPE, ENV_DIR=sys.prefix)
     assert run.wait(900) == 0, run.output
     summary = run.summary()
-    assert summary["status"] == "completed" and summary["initial_reward"] <= 0.65
+    assert summary["status"] == "completed" and summary["initial_reward"] <= 0.7
     assert summary["final_reward"] >= 0.85, run.output
     took_each_step_from_groups(run)
     trainer_log = run.log("trainer")
@@ -244,7 +244,7 @@ def test_a_job_that_slurm_preempts_goes_on_and_learns(slurm: SlurmCluster, tmp_p
     slurm.wait(job, "COMPLETED", timeout=600)
     summary = run.summary()
     assert summary["restarts"] == 1 and len(run.rows()) == 60
-    assert summary["initial_reward"] <= 0.65 and summary["final_reward"] >= 0.85
+    assert summary["initial_reward"] <= 0.7 and summary["final_reward"] >= 0.85
     took_each_step_from_groups(run)
 
 

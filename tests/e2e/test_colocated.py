@@ -84,7 +84,7 @@ def test_the_smoke_recipe_learns_without_a_server(launch: Callable[..., Launch])
     assert run.wait() == 0, run.output
 
     summary = run.summary()
-    assert summary["initial_reward"] <= 0.65 and summary["final_reward"] >= 0.85
+    assert summary["initial_reward"] <= 0.7 and summary["final_reward"] >= 0.85
     assert_vllm_has_the_trainers_weights(run, 60)
     assert run.processes() == []
 
@@ -105,7 +105,7 @@ def test_the_door_trains_the_smoke_recipe(launch: Callable[..., Launch]) -> None
     assert rank["TORCH_DISTRIBUTED_DEBUG"] == "INFO"
     assert run.output == "grpo: the output goes to training.log\n"
     summary, printed = run.summary(), (run.folder / "training.log").read_text()
-    assert summary["initial_reward"] <= 0.65 and summary["final_reward"] >= 0.85
+    assert summary["initial_reward"] <= 0.7 and summary["final_reward"] >= 0.85
     assert "--num_processes 2 --log_level debug" in printed and "step 60/60" in printed
     (log,) = (run.folder / "logs").glob("*train*.log")
     assert "***** Running training *****" in log.read_text(errors="replace")  # a line that is not logged by default

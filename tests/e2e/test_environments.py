@@ -42,7 +42,7 @@ def test_the_example_learns_both_turns(launch: Callable[..., Launch], example: d
     run = launch(*documented("grpo launch recipes/examples/two_sums.yaml", example)[2:])
     assert run.wait(900) == 0, run.output
     rows, summary = run.rows(), run.summary()
-    assert summary["initial_reward"] < 0.4 and summary["final_reward"] >= summary["initial_reward"] + 0.2
+    assert summary["initial_reward"] < 0.45 and summary["final_reward"] >= summary["initial_reward"] + 0.15
     assert all(row["episodes/turns"] == 2 and row["episodes/unscored"] == 0 for row in rows)
     assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
 

@@ -33,7 +33,7 @@ def test_one_variable_trains_the_smoke_task_by_maxent(launch: Callable[..., Laun
     assert plan["task"] == "maxent" and plan["recipe"].endswith("recipes/smoke/maxent.yaml")
     assert plan["entry"] == "src/maxent-grpo.py"
     assert summary["status"] == "completed" and summary["steps"] == len(rows) == 60
-    assert summary["initial_reward"] <= 0.65
+    assert summary["initial_reward"] <= 0.7
     assert summary["final_reward"] >= 0.85
     assert all(row.keys() >= {"maxent/tau", "maxent/beta", "maxent/incorrect_mass"} for row in rows)
     of_groups = [row for row in rows if row.keys() >= METRICS]  # a step may have no group with right and wrong

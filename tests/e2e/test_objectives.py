@@ -31,7 +31,7 @@ def test_an_objective_learns_the_smoke_task(launch: Callable[..., Launch], keys:
 
     summary = run.summary()
     assert summary["status"] == "completed" and summary["steps"] == len(run.rows()) == 60
-    assert summary["initial_reward"] <= 0.65
+    assert summary["initial_reward"] <= 0.7
     assert summary["final_reward"] >= 0.85
 
 

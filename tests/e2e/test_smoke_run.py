@@ -44,9 +44,9 @@ def assert_reward_went_up(run: Launch) -> None:
     assert summary["status"] == "completed" and summary["exit_code"] == 0 and summary["smoke"] is True
     assert 60 <= summary["steps"] == len(rows) <= 100
     rewards = [row["reward"] for row in rows]
-    assert abs(summary["initial_reward"] - sum(rewards[:3]) / 3) < 1e-5
+    assert abs(summary["initial_reward"] - sum(rewards[:5]) / 5) < 1e-5
     assert abs(summary["final_reward"] - sum(rewards[-5:]) / 5) < 1e-5
-    assert summary["initial_reward"] <= 0.65
+    assert summary["initial_reward"] <= 0.7
     assert summary["final_reward"] >= 0.85
     assert re.search(r"step 60/\d+  reward 0\.\d+  length \d+  entropy [\d.]+  [\d.]+ s  left ", run.output)
     lines = run.output.splitlines()

@@ -50,7 +50,7 @@ def test_grpo_learns_only_after_supervised_fine_tuning(launch: Callable[..., Lau
     summary = read_json(grpo / "summary.json")
     assert summary["status"] == "completed" and summary["restarts"] == 1
     assert summary["initial_reward"] > 0.1
-    assert summary["final_reward"] > summary["initial_reward"] + 0.1
+    assert summary["final_reward"] > summary["initial_reward"] + 0.05
     assert [row["step"] for row in read_metrics(grpo)] == list(range(1, summary["steps"] + 1))
     assert len(list((pair.folder / "runs").glob("*/run.json"))) == 2
     resumed.wait_for_nothing_left()

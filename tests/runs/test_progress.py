@@ -154,6 +154,14 @@ def test_a_row_that_lacks_what_a_line_shows_has_a_line_all_the_same(tmp_path):
     assert Progress(tmp_path).line({"step": 3}) == "step 3/3  0.00 s  left 0:00:00"  # M17
 
 
+def test_only_a_run_without_rewards_shows_its_loss(tmp_path):
+    step = {"step": 3, "loss": 1.23456}
+    progress = Progress(tmp_path)
+    assert progress.line(step) == "step 3/3  loss 1.235  0.00 s  left 0:00:00"
+    assert "reward 0.500" in progress.line(step | {"reward": 0.5})
+    assert "loss" not in progress.line(step)  # it reuses completions
+
+
 def test_an_evaluation_has_a_line_with_its_result():
     facts = {"step": 20, "eval_reward": 0.61234, "eval_completions/mean_length": 12.3, "prompts": 64, "seconds": 12.34}
     assert format_evaluation(facts) == "eval at step 20  reward 0.612  length 12  64 prompts  12.3 s"

@@ -110,11 +110,11 @@ def test_a_change_of_the_code_is_noticed(tmp_path, key, message):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 20])
-def test_rewards_of_the_summary_are_the_first_3_and_the_last_5_rows(tmp_path, count):
+def test_rewards_of_the_summary_are_the_first_and_the_last_5_rows(tmp_path, count):
     rewards = [0.1 * index * index for index in range(count)]
     write_rows(tmp_path, rewards)
     summary = finish_summary(tmp_path, status="completed", exit_code=0)
-    assert summary["initial_reward"] == pytest.approx(sum(rewards[:3]) / len(rewards[:3]), abs=1e-6)
+    assert summary["initial_reward"] == pytest.approx(sum(rewards[:5]) / len(rewards[:5]), abs=1e-6)
     assert summary["final_reward"] == pytest.approx(sum(rewards[-5:]) / len(rewards[-5:]), abs=1e-6)
     assert summary["steps"] == count
     assert summary["seconds"]["sample"] == pytest.approx(0.5 * count)

@@ -33,7 +33,7 @@ from grpo_recipes.runs.rundir import Run, load_json_mapping, read_json, write_js
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
 
 MODEL, DATASET = "model", "dataset"
-Lookup = Callable[[str, str | None, str], Path | None]
+DatasetFinder = Callable[[str, str | None, str], Path | None]
 _ROWS_PER_PROMPT = 2  # rows fetched from a stream per prompt, since too long prompts and duplicates are dropped
 _EDGE_BYTES = 1 << 20
 _RECORDED_FIELDS = ("kind", "id", "config", "split", "limit", "revision", "commit", "path", "licence")  # in run.json
@@ -97,7 +97,7 @@ class Assets:
         return next((asset for asset in self.present if (asset.kind, asset.id) == (MODEL, name)), None)
 
     @property
-    def lookup(self) -> Lookup:
+    def lookup(self) -> DatasetFinder:
         """A function ``lookup(id, config, split)`` that returns the folder of a hub dataset in ``present``, or None."""
         datasets = [asset for asset in self.present if asset.kind != MODEL and asset.from_hub]
         paths = {(asset.id, asset.config, asset.split): Path(asset.path) for asset in datasets}
@@ -291,7 +291,7 @@ def record_assets(run: Run, assets: Assets) -> None:
         write_json(run.folder / "sources.json", {"sources": assets.as_json()})
 
 
-def find_fetched_datasets(folder: Path) -> Lookup:
+def find_fetched_datasets(folder: Path) -> DatasetFinder:
     """Return a function ``lookup(id, config, split)`` that finds a run's downloaded datasets by ``sources.json``.
 
     It returns a folder for ``datasets.load_from_disk``, or None.

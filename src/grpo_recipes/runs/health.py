@@ -25,8 +25,7 @@ ENOUGH_STEPS_AT_END = 5  # the same for a run that ended with fewer than ENOUGH_
 ZERO_REWARD = 1e-6
 FEW_SIGNALS = 0.8  # share of completions whose whole group got the same reward
 CUT_OFF = 0.25  # share of completions that reach max_completion_length
-FIRST_STEPS = 3  # steps averaged for the initial reward
-LAST_STEPS = 5  # steps averaged for the latest level of a metric
+AVERAGED_STEPS = 5  # steps averaged for the initial and the latest level of a metric
 UNSCORED = 0.05  # share of completions without a score
 HIGH_KL = 1.0  # nats per token: the policy gives its own tokens e times the probability that the reference does
 STEEP = 100.0  # median gradient norm
@@ -165,11 +164,11 @@ def mean(values: Sequence[float]) -> float | None:
 
 
 def average_first_and_last(rewards: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the initial and the final reward: the mean of the first 3 rewards and the mean of the last 5.
+    """Return the initial and the final reward: the means of the first and of the last 5 rewards.
 
-    Both are None without rewards. With fewer than 8 rewards, some count in both means.
+    Both are None without rewards. With fewer than 10 rewards, some count in both means.
     """
-    return mean(rewards[:FIRST_STEPS]), mean(rewards[-LAST_STEPS:])
+    return mean(rewards[:AVERAGED_STEPS]), mean(rewards[-AVERAGED_STEPS:])
 
 
 def summarize_rewards(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
@@ -189,13 +188,12 @@ def summarize_rewards(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | No
 def format_rewards(first: float, last: float, steps: int) -> str:
     """Format the result of ``average_first_and_last`` for a run of ``steps`` steps.
 
-    For example "0.497 -> 0.948, means of the first 3 and the last 5 of 60 steps". With fewer than 8 steps both means
+    For example "0.565 -> 0.966, means of the first and the last 5 of 60 steps". With fewer than 10 steps both means
     contain the same steps, so only the last is shown: "0.539, mean of 2 steps".
     """
-    if steps >= FIRST_STEPS + LAST_STEPS:
-        window = f"means of the first {FIRST_STEPS} and the last {LAST_STEPS} of {steps:,} steps"
-        return f"{first:.3f} -> {last:.3f}, {window}"
-    averaged = f"the last {LAST_STEPS} of {steps}" if steps > LAST_STEPS else str(steps)
+    if steps >= 2 * AVERAGED_STEPS:
+        return f"{first:.3f} -> {last:.3f}, means of the first and the last {AVERAGED_STEPS} of {steps:,} steps"
+    averaged = f"the last {AVERAGED_STEPS} of {steps}" if steps > AVERAGED_STEPS else str(steps)
     return f"{last:.3f}, mean of {averaged} step{'s' * (steps != 1)}"
 
 

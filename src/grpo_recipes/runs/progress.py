@@ -18,7 +18,7 @@ from typing import Any
 
 from grpo_recipes.process.reports import plural
 from grpo_recipes.process.terminal import WIDTH, strip_control_codes
-from grpo_recipes.runs.health import LAST_STEPS, drop_missing, finite_number, mean, percent
+from grpo_recipes.runs.health import AVERAGED_STEPS, drop_missing, finite_number, mean, percent
 from grpo_recipes.runs.rundir import SERVER_STATE, format_duration, load_json_mapping
 
 PACE_ROWS = 20  # steps over which the times of a step and of its phases are averaged
@@ -118,6 +118,7 @@ class Progress:
     def __init__(self, run_dir: Path):
         self.rows = RowReader(run_dir / "metrics.jsonl")
         self._start: tuple[float, int] | None = None
+        self._has_rewards = False
 
     def line(self, row: Mapping[str, Any], width: int = WIDTH) -> str:
         """Format a row of ``metrics.jsonl`` as one line: step, reward or loss, length, KL, seconds, remaining time.
@@ -129,8 +130,9 @@ class Progress:
         seconds = finite_number(row.get("seconds/step")) or 0.0
         self._start = start_time, start_step = self._start or (now - seconds, step - 1)
         length, kl, entropy = (finite_number(row.get(key)) for key in ("completions/mean_length", "kl", "entropy"))
-        loss = finite_number(row.get("loss")) if "mean_token_accuracy" in row else None  # supervised fine-tuning
-        # A step that reuses completions of an earlier generation has no reward.
+        # A step that reuses completions of an earlier generation has no reward either.
+        self._has_rewards = self._has_rewards or "reward" in row
+        loss = None if self._has_rewards else finite_number(row.get("loss"))
         reward = f"reward {_format_reward(row['reward'])}" if "reward" in row else ""
         parts = {
             "step": f"step {step}/{last_step}",
@@ -157,7 +159,7 @@ def format_position(rows: Sequence[Mapping[str, Any]], over: bool) -> tuple[str,
     if not rows:
         return "", "", ""
     last_row, seconds = rows[-1], drop_missing(finite_number(row.get("seconds/step")) for row in rows[-PACE_ROWS:])
-    reward = mean(drop_missing(finite_number(row.get("reward")) for row in rows[-LAST_STEPS:]))
+    reward = mean(drop_missing(finite_number(row.get("reward")) for row in rows[-AVERAGED_STEPS:]))
     time_left = ""
     if seconds and "max_steps" in last_row and not over:
         time_left = format_duration(sum(seconds) / len(seconds) * (last_row["max_steps"] - last_row["step"]))

@@ -32,7 +32,7 @@ from grpo_recipes.process.tree import is_alive
 from grpo_recipes.process.waiting import wait_until
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.runs.code_version import FROZEN_CODE, hash_frozen_code, read_code_state
-from grpo_recipes.runs.health import LAST_STEPS, drop_missing, finite_number, mean, summarize_rewards
+from grpo_recipes.runs.health import AVERAGED_STEPS, drop_missing, finite_number, mean, summarize_rewards
 from grpo_recipes.secrets import mask_secrets
 
 _REPAIR = "restore it, or correct it by hand"
@@ -146,8 +146,8 @@ class Run:
         return drop_missing(finite_number(row.get(key)) for row in (self.rows[-last:] if last else self.rows))
 
     def recent(self, key: str) -> float | None:
-        """Return the mean of a metric over the last ``LAST_STEPS`` rows; None if these rows do not have the metric."""
-        return mean(self.numbers(key, LAST_STEPS))
+        """Return the mean of a metric over its last ``AVERAGED_STEPS`` rows, or None if they do not have it."""
+        return mean(self.numbers(key, AVERAGED_STEPS))
 
     def keys(self, matches: Callable[[str], bool]) -> list[str]:
         """Return the sorted metric names of the last row for which ``matches`` returns true; none without rows."""

@@ -55,7 +55,7 @@ def test_the_card_says_what_a_model_was_made_from_and_the_result(run_dir: Path) 
         "# sums",
         "[ada/base](https://huggingface.co/ada/base) trained with GRPO on "
         "[ada/rows](https://huggingface.co/datasets/ada/rows): 5 optimizer steps.",
-        "| reward, first 3 steps | 0.2 |",
+        "| reward, first 5 steps | 0.3 |",
         "| reward, last 5 steps | 0.3 |",
         "| gsm8k | pass@1 0.500 (0.400 to 0.600); 8 problems |",
         "| 5 | 0.5 |",

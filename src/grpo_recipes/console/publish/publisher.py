@@ -20,7 +20,7 @@ from grpo_recipes.console.publish.push import WAITS, Target, list_model_files
 from grpo_recipes.paths import display_path, module_command
 from grpo_recipes.plan.commands import base_environment, hub_environment
 from grpo_recipes.process.reports import say
-from grpo_recipes.runs.health import average_first_and_last, finite_number
+from grpo_recipes.runs.health import AVERAGED_STEPS, average_first_and_last, finite_number
 from grpo_recipes.runs.rundir import Run, finish_summary, load_json_mapping, write_json
 from grpo_recipes.secrets import mask_secrets
 from grpo_recipes.stats import format_result
@@ -129,7 +129,8 @@ def render_card(run_dir: Path) -> str:
         datasets=[source for source in sources if source["kind"] == "dataset" and source["id"] in trained_on],
         sources=sources, step=rows[-1]["step"] if rows else 0, last=rows[-1].get("max_steps") if rows else None,
         best_step=best_step,
-        measured={"reward, first 3 steps": first, "reward, last 5 steps": last, **evaluations},
+        measured={f"reward, {end} {AVERAGED_STEPS} steps": mean for end, mean in (("first", first), ("last", last))}
+        | evaluations,
         benchmarks={name: format_result(result) for name, result in (run.summary.get("benchmarks") or {}).items()},
         rewards=rewards, rows_per_line=-(-len(rewards) // _MAX_ROWS),
         versions=[f"{name} {versions[name]}" for name in _VERSIONS if name in versions],

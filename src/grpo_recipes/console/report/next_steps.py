@@ -16,7 +16,7 @@ from grpo_recipes.console.report.page import format_number
 from grpo_recipes.console.report.read import RunRecord
 from grpo_recipes.console.report.run_charts import METRICS
 from grpo_recipes.paths import display_path
-from grpo_recipes.runs.health import LAST_STEPS, Notice
+from grpo_recipes.runs.health import AVERAGED_STEPS, Notice
 from grpo_recipes.stats import compare_ends
 
 _TASKS = ("grpo", "maxent")  # trainers that `grpo launch` starts from a recipe
@@ -111,10 +111,10 @@ def find_collapse(run: RunRecord) -> Collapse | None:
     reward that falls at once has no rise, so its first value is compared too, with the noise of the second half.
     """
     rewards, (first, last, best, *_) = run.metrics.known("reward"), run.outcome
-    if first is None or last is None or best is None or len(rewards) < 2 * LAST_STEPS:
+    if first is None or last is None or best is None or len(rewards) < 2 * AVERAGED_STEPS:
         return None
     level, step = best
-    error = math.sqrt(2 * _estimate_noise(rewards) / LAST_STEPS)
+    error = math.sqrt(2 * _estimate_noise(rewards) / AVERAGED_STEPS)
     if level - last <= max(_FAR * error, _LOST * (level - first)):
         level, step = rewards[0], run.metrics.steps[0]
         error = math.sqrt(_estimate_noise(rewards[len(rewards) // 2 :]))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_recipes.paths import display_path
-from grpo_recipes.runs.health import LAST_STEPS, average_first_and_last, drop_missing, finite_number, mean
+from grpo_recipes.runs.health import AVERAGED_STEPS, average_first_and_last, drop_missing, finite_number, mean
 from grpo_recipes.runs.rundir import Run, find_run, load_json_mapping
 
 Column = list[float | None]
@@ -53,7 +53,7 @@ class Scored(NamedTuple):
 class Outcome(NamedTuple):
     """The result of a run, computed like ``summary.json``, which running runs do not have yet."""
 
-    first: float | None  # mean reward of the first 3 steps
+    first: float | None  # mean reward of the first 5 steps
     last: float | None  # mean reward of the last 5 steps
     best: tuple[float, float] | None  # highest mean reward over 5 steps, and the last of these steps
     steps: float  # number of finished steps
@@ -90,7 +90,7 @@ class RunRecord(Run):
         metrics, rewards = self.metrics, self.metrics.known("reward")
         column = metrics.column("reward")
         steps = [step for step, reward in zip(metrics.steps, column, strict=True) if reward is not None]
-        size = min(LAST_STEPS, len(rewards)) or 1
+        size = min(AVERAGED_STEPS, len(rewards)) or 1
         levels = ((sum(rewards[end - size : end]) / size, steps[end - 1]) for end in range(size, len(rewards) + 1))
         first, last = average_first_and_last(rewards)
         seconds = metrics.known("seconds/step")
