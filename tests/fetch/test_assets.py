@@ -59,6 +59,11 @@ def test_a_teacher_is_an_asset_and_not_the_model(read: Read, environment: dict[s
     assert teacher is not None and teacher.path == str(tmp_path / "teacher") and assets.model is None
 
 
+def test_a_reward_model_is_an_asset_once(read: Read) -> None:
+    listed = list_assets(read(reward_funcs=["math_verify", "acme/judge", "acme/judge"]))
+    assert [asset.id for asset in listed if asset.kind == "model"][1:] == ["acme/judge"]
+
+
 def test_the_evaluation_set_when_there_is_evaluation(read: Read) -> None:
     assert len(list_assets(read(eval_dataset_name="ada/held"))) == 2
     named = read(eval_dataset_name="ada/held", eval_dataset_config="hard", eval_strategy="steps", eval_steps=5)

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from grpo_recipes.fetch.assets import Assets
+from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.models import UnknownShape, compute_model_sizes
 from grpo_recipes.plan.needs import GIB
+from grpo_recipes.plan.plan import with_sources
 from grpo_recipes.plan.workload import _CUDA_CONTEXT, _GAPS, _ZERO3_LIVE, Workload
 
 from .model_folders import QWEN_7B, model_folder
@@ -25,7 +28,7 @@ WORK = {
     "completions": 8, "sequence": 1536, "completion": 1024,
     "vllm_max_model_length": 2048, "vllm_max_num_seqs": 840, "bridge": "nccl", "vllm_tensor_parallel_size": 1,
     "vllm_gpu_memory_utilization": 0.9, "vllm_enable_sleep_mode": False, "gpu_shared": False, "fsdp_cpu_offload": False,
-    "replicas": 1, "teacher": {},
+    "replicas": 1, "teacher": {}, "reward_models": [],
 }  # fmt: skip
 P = WORK["parameters"]
 LAYER_SIDES = 7 * 3584 + 2 * (28 + 4) * 128 + 3 * 18944  # inputs and outputs of the linear layers
@@ -211,6 +214,27 @@ def test_a_teacher_is_a_model_of_its_own_size_in_the_type_of_the_forward_pass():
     assert parts(teacher=sizes, accelerator="fsdp2", fsdp_cpu_offload=True)["teacher"] == 2 * gathered
     wide = {**sizes, "intermediate": 10**7}
     assert parts(teacher=wide)["activations"] > parts(teacher=sizes)["activations"] == parts()["activations"]
+
+
+def test_reward_models_are_copies_that_score_all_completions_in_one_pass():
+    sizes = compute_model_sizes(QWEN_7B)
+    count = sizes["parameters"]
+    assert "reward models" not in parts()
+    assert parts(reward_models=[sizes, sizes])["reward models"] == 2 * 2 * count
+    assert parts(reward_models=[sizes], accelerator="fsdp2")["reward models"] == 2 * count
+    assert parts(reward_models=[sizes], accelerator="zero3")["reward models"] == 2 * (count // 8 + _ZERO3_LIVE)
+    many = {"completions": 1000}
+    assert parts(reward_models=[sizes], **many)["activations"] > parts(**many)["activations"]
+
+
+def test_the_plan_reads_the_size_of_a_reward_model(planned, read, tmp_path):
+    keys = {"max_prompt_length": 100, "model_name_or_path": model_folder(tmp_path / "model")}
+    scorer = {**QWEN_7B, "num_hidden_layers": 2, "architectures": ["Qwen2ForSequenceClassification"]}
+    scorer["id2label"] = {"0": "LABEL_0"}
+    recipe = read(**keys, reward_funcs=["format_tags", model_folder(tmp_path / "scorer", scorer)])
+    plan = with_sources(planned(recipe=recipe), recipe, Resources("cuda", ("0",), 8), Assets([], []))
+    assert [sizes["layers"] for sizes in Workload.of(recipe, plan)["reward_models"]] == [2]
+    assert plan.reward_models == (str(tmp_path / "scorer"),)
 
 
 def test_the_plan_reads_the_size_of_the_teacher(planned, read, tmp_path):

@@ -494,6 +494,7 @@ def test_limits_of_a_start_grow_with_the_weights_unless_the_recipe_says_one(plan
 def test_a_model_folder_that_vllm_takes_for_a_pattern_is_refused(planned, read, tmp_path, name):
     folder = tmp_path / name
     folder.mkdir()
+    (folder / "config.json").write_text("{}")
     resources = Resources("cpu", (), 2)
     with pytest.raises(ConfigError, match=r"as a pattern and finds no files\. Fix: move it"):
         with_sources(planned(model_name_or_path=str(folder)), read(), resources, Assets([], []))

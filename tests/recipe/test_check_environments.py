@@ -181,6 +181,16 @@ def test_a_recipe_with_tools_keeps_its_dataset_and_rewards(read: Read) -> None:
     assert any("max_tool_calls does nothing without tools" in note for note in notes(read(max_tool_calls=2)))
 
 
+def test_a_reward_model_does_not_read_episodes_or_tools(read: Read) -> None:
+    own = Path(__file__).with_name("golden") / "environments/own.py"
+    tools = {"tools": [f"{own}:price"], "reward_funcs": ["math_verify"]}
+    for keys in (PLAYS, tools):
+        (problem,) = check(read(**keys | {"reward_funcs": [*keys["reward_funcs"], "acme/judge"]}), {})
+        assert problem.what.startswith("reward model 'acme/judge' reads a chat with one answer")
+        assert problem.fix == f"set reward_funcs: {keys['reward_funcs']}".replace("'", "")
+        assert check(read(**keys), {}) == []
+
+
 def test_the_plan_says_what_tools_may_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own, recipe = Path(__file__).with_name("golden") / "environments/own.py", tmp_path / "recipe.yaml"
     recipe.write_text(

@@ -94,3 +94,28 @@ def test_several_ddp_trainers_of_a_model_with_pictures_need_unused_weights(tmp_p
     for fixed in ({"ddp_find_unused_parameters": True}, {"gradient_checkpointing": False}, {"use_peft": True}):
         check_unused_weights(read(**keys, **fixed), {}, "ddp", 2)
     check_unused_weights(read(), {}, "ddp", 2)
+
+
+SCORER = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "fault"),
+    [
+        (SCORER, None),
+        ({**SCORER, "architectures": ["Qwen2ForCausalLM"]}, "for sequence classification, got Qwen2ForCausalLM"),
+        ({"architectures": SCORER["architectures"]}, "expected a model with 1 label, got 2"),
+        (None, "has no config.json, so it is not a model folder"),
+    ],
+)
+def test_a_folder_in_reward_funcs_is_a_reward_model(tmp_path, read, config: dict | None, fault: str | None) -> None:
+    folder = tmp_path / "scorer"
+    model(folder, **config) if config else folder.mkdir()
+    problems = check(read(reward_funcs=["format_tags", str(folder)]), {})
+    assert [fault in problem.what for problem in problems] == ([True] if fault else [])
+
+
+def test_a_reward_model_of_the_hub_has_the_form_of_a_hub_id(read) -> None:
+    assert check(read(reward_funcs=["acme/reward-model"]), {}) == []
+    (problem,) = check(read(reward_funcs=["acme/models/reward"]), {})
+    assert problem.what == "'acme/models/reward' is not a local folder or a hub id"

@@ -14,6 +14,7 @@ from grpo_recipes import smoke
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
+from grpo_recipes.trainers.reward_models import load_reward_models
 
 from .tiny_training import DESCENT, GROUP, SUMS, as_dataset
 
@@ -39,15 +40,17 @@ def make_trainer(
     peft_config: Any = None,
     **keys: Any,
 ) -> GRPOTrainer:
-    """Make a trainer with plain gradient descent."""
+    """Make a trainer with plain gradient descent. ``rewards`` are functions, or folders of reward models."""
     folder.mkdir(exist_ok=True, parents=True)
     objective = {"maxent_objective": "tempered"} if issubclass(kind, MaxEntGRPOTrainer) else {}
     keys = DESCENT | {"max_completion_length": LONGEST} | objective | keys
     args = GRPOConfig(output_dir=str(folder / "checkpoints"), **keys)
     tokenizer = smoke.build_tokenizer()
+    reward_funcs, reward_tokenizers = load_reward_models(rewards, folder, args)
     trainer = kind(
         model=model,
-        reward_funcs=list(rewards),
+        reward_funcs=reward_funcs,
+        reward_processing_classes=reward_tokenizers,
         args=args,
         train_dataset=as_dataset(SUMS),
         processing_class=tokenizer,
@@ -91,8 +94,9 @@ def rows_of(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 def main(folder: Path) -> None:
     """Run one of two processes that share three groups. A test starts them."""
     keys = json.loads((folder / "keys.json").read_text())
+    rewards = (tokens_mod_5, *keys.pop("reward_models", []))
     kind = MaxEntGRPOTrainer if "maxent_objective" in keys else GRPOTrainer
-    trainer = make_trainer(folder / "two", str(folder / "model"), kind, **keys)
+    trainer = make_trainer(folder / "two", str(folder / "model"), kind, rewards, **keys)
     trainer.train()
     torch.save(
         {"weights": weights_of(trainer), "tau": getattr(trainer, "tau", None), "beta": trainer.beta},

@@ -27,6 +27,9 @@ from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import StoppedOnRequest
 from grpo_recipes.trainers.grpo import GRPOTrainer
+from grpo_recipes.trainers.reward_models import load_reward_models
+
+from .tiny_training import save_reward_model
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))
@@ -129,9 +132,12 @@ def train(folder: Path, shape: str, stop_at: int | None = None, **keys: Any) -> 
         **{name: value for name, value in facts.items() if name not in ("windows", "epoch")},
         **{"save_strategy": "no", **teacher, **keys},
     )
+    models = [str(folder.parent / "scorer")] if shape == "uneven" else []
+    rewards, reward_tokenizers = load_reward_models([reward, *models], folder, args)
     trainer = GRPOTrainer(
         model=smoke.build_model(tokenizer),
-        reward_funcs=[reward],
+        reward_funcs=rewards,
+        reward_processing_classes=reward_tokenizers,
         args=args,
         train_dataset=_sums((facts["windows"] + 1) * prompts_at_once - 1),
         processing_class=tokenizer,
@@ -207,11 +213,12 @@ def main(folder: Path, *shapes: str) -> None:
 
 
 def _made(folder: Path) -> Path:
-    """Make a shape's folder with the model that is its teacher."""
+    """Make a shape's folder with its teacher and its reward model."""
     folder.mkdir(exist_ok=True)
     if RANK == 0:
         torch.manual_seed(1)
         smoke.build_model(smoke.build_tokenizer()).save_pretrained(folder / "teacher")
+        save_reward_model(folder / "scorer")
     _together()
     return folder
 

@@ -17,6 +17,8 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe import Recipe, read_recipe
 from grpo_recipes.trainers.deep_check import check_deeply
 
+from .tiny_training import save_reward_model
+
 SMOKE = {
     "model_name_or_path": "smoke:sums", "dtype": "float32", "bf16": False, "vllm_max_model_length": None,
     "max_completion_length": 8,
@@ -58,6 +60,14 @@ def test_a_teacher_with_another_tokenizer(sums, tmp_path):
     student = {"model_name_or_path": smoke.MAFIA, "teacher_model_name_or_path": str(tmp_path / "same")}
     (problem,) = refused(sums(**student), tmp_path)
     assert "the teacher's tokenizer has no or another id for" in problem
+
+
+def test_a_reward_model_without_a_chat_template(sums, tmp_path):
+    scorer = save_reward_model(tmp_path / "scorer")
+    assert "reward     pure_accuracy_math" in seen(sums(reward_funcs=["pure_accuracy_math", str(scorer)]), tmp_path)
+    (scorer / "chat_template.jinja").unlink()
+    (problem,) = refused(sums(reward_funcs=[str(scorer)]), tmp_path)
+    assert f"the tokenizer of '{scorer}' has no chat template" in problem
 
 
 def test_a_very_long_prompt_is_announced_and_cut(sums, tmp_path, capsys):

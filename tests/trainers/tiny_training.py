@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import Qwen2ForSequenceClassification, TrainerCallback
 
 from grpo_recipes import smoke
 from grpo_recipes.recipe.configs import GRPOConfig
@@ -104,6 +104,17 @@ def save_random_model(folder: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     tokenizer = smoke.build_tokenizer()
     smoke.build_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_reward_model(folder: Path, labels: int = 1) -> Path:
+    """Save a two-layer reward model with random weights, and its tokenizer, in a folder, and return the folder."""
+    torch.manual_seed(2)
+    tokenizer = smoke.build_tokenizer()
+    config = smoke.build_model(tokenizer).config
+    config.num_labels = labels
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

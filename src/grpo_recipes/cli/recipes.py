@@ -37,6 +37,7 @@ from grpo_recipes.recipe.document import read_file
 from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.recipe.keys import schema_line, schema_note
 from grpo_recipes.recipe.model_kind import kind_note
+from grpo_recipes.recipe.registry import list_reward_models
 from grpo_recipes.recipe.rendering import prompt_notes
 from grpo_recipes.recipe.sources import source_of
 from grpo_recipes.recipe.tasks import GRPO
@@ -214,9 +215,11 @@ def check_rewards(options: argparse.Namespace) -> int:
         report["rewards"] = [asdict(result) | {"tells_apart": result.distinguishes} for result in results]
         if not options.json:
             _print_rewards(results)
+            if models := list_reward_models(recipe.rewards.funcs):
+                print(f"grpo: note: reward models are tried only by a training: {', '.join(models)}")
         if problems := find_problems(recipe, rows, results):
             raise ConfigError(*problems)
-    if not options.json:
+    if not options.json and results:
         recipe_path = mask_and_escape(display_path(report["recipe"]))
         print(f"grpo: the rewards of {recipe_path} distinguish correct from incorrect answers on {report['rows']} rows")
     return 0 if report["ok"] else EXIT_CONFIG_ERROR

@@ -52,7 +52,7 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.recipe.generated import keys_of_data
-from grpo_recipes.recipe.registry import reward_keys
+from grpo_recipes.recipe.registry import list_reward_models, reward_keys
 from grpo_recipes.recipe.row_filter import parse_range
 from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, missing_argument_problems
 from grpo_recipes.runs.checkpoints import is_complete, list_complete_checkpoints
@@ -383,6 +383,9 @@ def _load_rewards(subject: _Subject, rows: Rows) -> Iterator[tuple[list["Reward"
 
     recipe = subject.recipe
     names = recipe.rewards.funcs
+    if models := list_reward_models(names):
+        message = f"reward model '{models[0]}' scores only in a training"
+        raise config_error(recipe.location("reward_funcs"), message, "add --reward math_verify, or another reward")
     with convert_reward_errors(recipe), tempfile.TemporaryDirectory() as folder:
         copies = Path(folder) / REWARD_COPIES
         if subject.run and (subject.run.folder / REWARD_COPIES).is_dir():

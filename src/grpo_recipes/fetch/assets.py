@@ -27,7 +27,7 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.datafiles import BUILDERS
 from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.recipe.generated import generated, has_scheme
-from grpo_recipes.recipe.registry import benchmark_sources
+from grpo_recipes.recipe.registry import benchmark_sources, list_reward_models
 from grpo_recipes.runs.checkpoints import recording_changes
 from grpo_recipes.runs.rundir import Run, load_json_mapping, read_json, write_json
 from grpo_recipes.smoke import SMOKE_SCHEME, smoke_folder
@@ -154,6 +154,8 @@ def _iterate_recipe_assets(recipe: Recipe) -> Iterator[Asset]:
     yield Asset(kind=MODEL, id=model, revision=recipe.model.revision, where=where, code=code)
     for key in ("ref_model_name_or_path", "teacher_model_name_or_path"):
         yield Asset(kind=MODEL, id=recipe[key] or "", where=recipe.source(key), code=code)
+    for name in list_reward_models(recipe.rewards.funcs):
+        yield Asset(kind=MODEL, id=name, where=recipe.source("reward_funcs"), code=code)
     streaming, mixture, config = recipe.data.streaming, recipe.data.mixture, recipe.data.config
     if mixture:
         for entry in mixture.get("datasets", []):
@@ -297,6 +299,12 @@ def find_fetched_datasets(folder: Path) -> DatasetFinder:
     It returns a folder for ``datasets.load_from_disk``, or None.
     """
     return Assets(_read_assets(read_json(folder / "sources.json").get("sources")), []).lookup
+
+
+def find_model_folders(folder: Path) -> dict[str, str]:
+    """Return the folders of a run's models by their names in the recipe, by ``sources.json``."""
+    assets = _read_assets((read_json(folder / "sources.json") or {}).get("sources"))
+    return {asset.id: asset.path for asset in assets if asset.kind == MODEL and asset.path}
 
 
 def _read_assets(entries: list[dict[str, Any]] | None) -> list[Asset]:

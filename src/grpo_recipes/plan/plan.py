@@ -38,7 +38,7 @@ from grpo_recipes.recipe import Recipe, maxent
 from grpo_recipes.recipe.converters import UNREAD_VARIABLES
 from grpo_recipes.recipe.model_kind import check_unused_weights
 from grpo_recipes.recipe.overlap import OFF_POLICY
-from grpo_recipes.recipe.registry import COLOCATE, EXTERNAL, OBJECTIVES
+from grpo_recipes.recipe.registry import COLOCATE, EXTERNAL, OBJECTIVES, list_reward_models
 from grpo_recipes.recipe.rules import uses_external_server
 from grpo_recipes.recipe.tasks import MAXENT, added_task, entry_of, task_of
 from grpo_recipes.recipe.weight_sync import accelerator_of, sync_problem
@@ -192,8 +192,14 @@ def with_sources(plan: Plan, recipe: Recipe, resources: Resources, sources: Asse
     if plan.mode != "transformers" and os.path.isdir(model) and re.search(r"[][*?]", model):
         fix = "move it, or set CACHE_ROOT, to a folder without [ ] * ?"
         raise config_error("model_name_or_path", f"vLLM reads '{model}' as a pattern and finds no files", fix)
-    teacher = local.path if (local := sources.find_model(plan.teacher)) else plan.teacher
-    plan = replace(plan, model=model, teacher=teacher, notes=[*plan.notes, *sources.notes()])
+
+    def find_folder(name: str | None) -> str | None:
+        """Return the folder of a model that is here, else its name."""
+        return local.path if (local := sources.find_model(name)) else name
+
+    reward_models = tuple(filter(None, map(find_folder, list_reward_models(recipe.rewards.funcs))))
+    notes = [*plan.notes, *sources.notes()]
+    plan = replace(plan, model=model, teacher=find_folder(plan.teacher), reward_models=reward_models, notes=notes)
     return replace(plan, max_num_seqs=choose_max_num_seqs(recipe, plan, resources.gpu_gib))
 
 
@@ -410,6 +416,7 @@ def format_plan(
         f"device     {plan.device}" + (" (smoke test, not an experiment)" if plan.smoke else ""),
         f"model      {plan.model} ({plan.dtype})",
         *([f"teacher    {plan.teacher}"] if plan.teacher else []),
+        *(f"reward     {model} (model)" for model in plan.reward_models),
         f"{kind:<10} {text}",
         f"batch      {plan.batch}",
         *([f"evaluation {plan.eval_batch} completions per batch and trainer"] if plan.eval_batch else []),

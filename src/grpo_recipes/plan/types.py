@@ -161,6 +161,7 @@ class Plan:
     # Most completions that a vLLM engine generates at the same time; None: vLLM's default.
     max_num_seqs: int | None = None
     teacher: str | None = None  # folder or hub id of the teacher, None without one
+    reward_models: tuple[str, ...] = ()  # folders or hub ids
     weight_bytes: int = 0  # size of the model's files on this machine; set by with_processes
     server_timeout: float = 0.0  # seconds until the server must be ready; set by with_processes
     meeting_timeout: float = MEETING_SECONDS  # seconds until the ranks must have met; set by with_processes

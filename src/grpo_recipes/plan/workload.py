@@ -86,6 +86,7 @@ class Workload(dict[str, Any]):
             "low": mixed_precision(recipe) != "no",  # whether a forward pass computes in 16 bits
             "reference": recipe.loss.beta != 0.0 or bool(plan.maxent and plan.maxent.beta),
             "teacher": read_model(plan.teacher, plan.teacher) if plan.teacher else {},  # its sizes
+            "reward_models": [read_model(model, model) for model in plan.reward_models],  # their sizes
             "replicas": plan.replicas,
             **{name: getattr(plan, name) for name in ("device", "mode", "accelerator", "bridge", "gpu_shared")},
             **{key: recipe[key] for key in _KEYS},
@@ -176,6 +177,15 @@ class Workload(dict[str, Any]):
         return self.computed * count
 
     @property
+    def reward_models(self) -> int:
+        """Bytes of the reward models' weights on one process, in the loaded type: copies, or shards with ZeRO-3."""
+        counts: list[int] = [sizes["parameters"] for sizes in self.get("reward_models", ())]
+        if self["accelerator"] == "zero3":
+            processes: int = self["world_size"]
+            return self.computed * sum(count // processes + min(count, _ZERO3_LIVE) for count in counts)
+        return self.element * sum(counts)
+
+    @property
     def autocast_copies(self) -> int:
         """Bytes of the 16-bit copies of float32 weights that autocast keeps during a forward pass.
 
@@ -262,7 +272,8 @@ class Workload(dict[str, Any]):
         on_cpu, parameters, accelerator = self["device"] == "cpu", self["parameters"], self["accelerator"]
         nccl = _NCCL if self["world_size"] > 1 or self["bridge"] == "nccl" else 0
         constant = {"libraries": _TRAINER_IMPORTS if on_cpu else _CUDA_CONTEXT + nccl, "weights": self.weights,
-                    "optimizer": 0 if self.offloads else self.states, "teacher": self.teacher}  # fmt: skip
+                    "optimizer": 0 if self.offloads else self.states, "teacher": self.teacher,
+                    "reward models": self.reward_models}  # fmt: skip
         # With an adapter, the base model under it is the reference.
         if self["reference"] and not self["use_peft"] and not self.offloads:
             shards = self["world_size"] if accelerator in ("zero3", "fsdp2") else 1
@@ -285,6 +296,9 @@ class Workload(dict[str, Any]):
             teacher = Workload({**self, **sizes})
             output_layer = teacher.output_layer - teacher.output_gradient
             moments.append({"activations": teacher.working, "output layer": output_layer})
+        for sizes in self.get("reward_models", ()):  # TRL scores all completions of a rank in one pass
+            scored = Workload({**self, **sizes, "per_device_train_batch_size": self["completions"]})
+            moments.append({"activations": scored.working})
         if self["mode"] == "transformers":
             moments.append({"KV cache": self["completions"] * self.sequence_cache(self["sequence"])})
         if on_cpu and self["bridge"] in ("file", "restart"):

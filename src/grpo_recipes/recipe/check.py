@@ -39,12 +39,13 @@ from grpo_recipes.recipe.document import Value, read_flags
 from grpo_recipes.recipe.extensions import entries, parts
 from grpo_recipes.recipe.head_size import head_size_problems
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE, nearest_of
-from grpo_recipes.recipe.model_kind import kind_problems
+from grpo_recipes.recipe.model_kind import find_reward_model_fault, kind_problems
 from grpo_recipes.recipe.passed_on import passed_problems
 from grpo_recipes.recipe.registry import (
     benchmark_columns,
     benchmark_problem,
     is_file,
+    list_reward_models,
     rewards,
     rewards_in_children,
     rewards_with_server,
@@ -180,6 +181,12 @@ def _model(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
     for frozen_key in ("ref_model_name_or_path", "teacher_model_name_or_path"):
         if message := _find_fault(recipe[frozen_key] or ""):
             yield recipe.problem(frozen_key, message, fix)
+    for name in list_reward_models(recipe.rewards.funcs):
+        path = os.path.expanduser(name)
+        if message := _find_fault(name):
+            yield recipe.problem("reward_funcs", message, fix)
+        elif os.path.isdir(path) and (fault := find_reward_model_fault(path)):
+            yield recipe.problem("reward_funcs", f"'{name}' can't be a reward: {fault}", fix)
     served = environment.get("VLLM_MODEL")
     if served and served != recipe[key]:
         message = f"must equal model_name_or_path '{recipe[key]}', got '{served}'"
@@ -227,7 +234,7 @@ def _user_code(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
                 copied = (run / "run.json").exists() and copy_path(name, run / copies).exists()
                 if not copied and (problem := spec_problem(name, recipe.location(key))):
                     yield problem
-            elif name not in rewards():
+            elif name not in rewards() and not list_reward_models([name]):
                 yield recipe.problem(key, f"unknown reward '{name}'", reward_fix(name))
 
 

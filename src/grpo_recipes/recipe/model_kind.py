@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import Problem, config_error
@@ -57,6 +58,19 @@ def kind_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Pr
     if starts_vllm and recipe.server.data_parallel_size > 1 and has_experts(config):
         fault = "the model is a mixture of experts, and vLLM would give each replica only a part of the experts"
         yield recipe.problem("vllm_data_parallel_size", fault, "set vllm_data_parallel_size: 1")
+
+
+def find_reward_model_fault(folder: str | Path) -> str | None:
+    """Return why the model in a folder can't be a reward, by its config.json; None if it gives one score for a text."""
+    config: Any = None
+    with contextlib.suppress(OSError, ValueError):
+        config = json.loads((Path(folder) / "config.json").read_bytes())
+    if not isinstance(config, dict):
+        return "its config.json can't be read"
+    kinds, labels = config.get("architectures") or ["unknown"], config.get("id2label") or {"0": "", "1": ""}
+    if not str(kinds[0]).endswith("ForSequenceClassification"):
+        return f"expected a model for sequence classification, got {kinds[0]}"
+    return None if len(labels) == 1 else f"expected a model with 1 label, got {len(labels)}"
 
 
 def kind_note(recipe: Recipe, environment: Mapping[str, str]) -> str:

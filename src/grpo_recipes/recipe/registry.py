@@ -216,6 +216,11 @@ def rewards_in_children() -> set[str]:
     return {name for name, reward in rewards().items() if reward.in_children}
 
 
+def list_reward_models(names: Iterable[str]) -> list[str]:
+    """Return the entries of ``reward_funcs`` that are models, hub ids and folders, without duplicates."""
+    return list(dict.fromkeys(name for name in names if "/" in name and ":" not in name and not name.endswith(".py")))
+
+
 NO_ANSWER = "no answer from its server"  # the reason begins with it if a reward's server left a completion unscored
 
 

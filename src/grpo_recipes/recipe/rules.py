@@ -27,10 +27,11 @@ from grpo_recipes.recipe.registry import (
     SOURCE_REWARD,
     TRACKER_CALLBACKS,
     Reward,
+    list_reward_models,
     missing_package,
     rewards,
 )  # fmt: skip
-from grpo_recipes.recipe.sources import requested_source, source_keys
+from grpo_recipes.recipe.sources import requested_sampler, requested_source, source_keys
 from grpo_recipes.recipe.trackers import TRACKERS
 
 Condition = Callable[[Recipe], Any]
@@ -277,6 +278,9 @@ RULES = (
         "soft_punish_cache {soft_punish_cache} exceeds max_completion_length {max_completion_length}, so every "
         "completion would be penalized",
         lambda r, _: f"set soft_punish_cache: {(r.sampling.max_completion_length or 0) // 4}"),
+    Rule("reward_funcs", lambda r: list_reward_models(r.rewards.funcs) if requested_sampler(r) else [],
+        "reward model '{item}' reads a chat with one answer, and can't be combined with episodes or tools",
+        lambda r, item: f"set reward_funcs: [{', '.join(name for name in r.rewards.funcs if name != item)}]"),
     # Generated data.
     Rule("reward_funcs",
         lambda r: not is_misspelled(r.data.name)

@@ -20,7 +20,7 @@ from typing import Any
 
 from grpo_recipes.paths import display_path
 from grpo_recipes.recipe.datafiles import LIVE_OBJECTS, solution_names
-from grpo_recipes.recipe.registry import SOURCE_REWARD, rewards_in_children
+from grpo_recipes.recipe.registry import SOURCE_REWARD, list_reward_models, rewards_in_children
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, copy_path, copy_source, source_path, split_spec
 from grpo_recipes.rewards.chance import make_call_seed
 from grpo_recipes.rewards.pool import RewardPool
@@ -72,8 +72,8 @@ def copy_reward_files(names: Sequence[str], run_dir: Path, update: bool = False)
 def load_rewards(
     script_args: Any, args: Any, run_dir: Path, left_out: Mapping[str, str] = MappingProxyType({}),
     trace: Trace | None = None,
-) -> list[Reward]:  # fmt: skip
-    """Load the rewards in ``reward_funcs``, in this order, as functions that TRL can call.
+) -> list[Any]:  # fmt: skip
+    """Load the rewards in ``reward_funcs``, in this order, as functions that TRL can call; models stay names.
 
     User rewards and built-in rewards that may run forever are called in the child processes of a pool, which is started
     here. With ``reward_isolation: none``, user rewards are called in this process. ``script_args`` and ``args`` are the
@@ -105,7 +105,7 @@ def load_rewards(
     short_names = [split_spec(name)[1] or name for name in names]
     mixture, keys = script_args.dataset_mixture, ("dataset_solution_column", "eval_dataset_solution_column")
     solutions = solution_names([getattr(script_args, key) for key in keys], mixture)
-    rewards: list[Reward] = []
+    rewards: list[Any] = []
     for name, short_name in zip(names, short_names, strict=True):
         label = short_name if short_names.count(short_name) == 1 else name  # the name in metrics
         if name in isolated:
@@ -114,6 +114,8 @@ def load_rewards(
             rewards.append(IsolatedReward(pool, name, label, records, code, solution_columns, left_out, args.seed))
         elif name == SOURCE_REWARD:
             rewards.append(EpisodeReward())
+        elif list_reward_models([name]):
+            rewards.append(name)
         elif is_user_reward(name):
             rewards.append(RewardWrapper(load_reward(name, copies), name, label, solutions, left_out))
         else:

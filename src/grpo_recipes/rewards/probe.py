@@ -25,7 +25,7 @@ from grpo_recipes.errors import ConfigError, Problem, collect_results, config_er
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.datafiles import solution_names
 from grpo_recipes.recipe.extensions import load
-from grpo_recipes.recipe.registry import DEFAULT_ACCURACY, NO_ANSWER, rewards
+from grpo_recipes.recipe.registry import DEFAULT_ACCURACY, NO_ANSWER, list_reward_models, rewards
 from grpo_recipes.recipe.user_code import function_source, names_read_by
 from grpo_recipes.rewards.answers import is_same_answer
 from grpo_recipes.rewards.child import TIME_LIMIT
@@ -121,7 +121,8 @@ def probe_rewards(
     Return a result for each different reward. ``left_out`` has the columns that rewards do not get, with the reasons.
     Raise ConfigError if rewards can't be loaded or called, with the problems of all of them.
     """
-    names = list(dict.fromkeys(recipe.rewards.funcs))
+    models = list_reward_models(recipe.rewards.funcs)
+    names = [name for name in dict.fromkeys(recipe.rewards.funcs) if name not in models]
     try:
         return _probe_together(recipe, names, rows, left_out)
     except ConfigError:
@@ -183,7 +184,12 @@ def find_problems(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Pro
     ]
     if len(findings) > 1:
         problems += filter(None, (_find_unpaid_problem(recipe, finding) for finding in findings))
-    if not problems and findings and not any(finding.distinguishes for finding in findings):
+    if (
+        not problems
+        and findings
+        and not list_reward_models(recipe.rewards.funcs)
+        and not any(finding.distinguishes for finding in findings)
+    ):
         fault = "no reward distinguishes right from wrong answers: both get the same on average"
         if example := next(filter(None, map(describe_unpaid, findings)), ""):
             fault += f", e.g. {example.rpartition(': ')[2]}"

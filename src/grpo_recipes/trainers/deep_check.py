@@ -26,7 +26,7 @@ from grpo_recipes.paths import cache_root, shell_path
 from grpo_recipes.plan.devices import derive_batch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.configs import CONFIGS, CONFIGS_OF_ROWS, GRPOConfig, ModelConfig
-from grpo_recipes.recipe.registry import reward_keys, rewards
+from grpo_recipes.recipe.registry import list_reward_models, reward_keys, rewards
 from grpo_recipes.recipe.sources import extension_of, source_of
 from grpo_recipes.recipe.tasks import added_task
 from grpo_recipes.recipe.user_code import source_path
@@ -34,6 +34,7 @@ from grpo_recipes.rewards.probe import describe_unpaid, find_problems, probe_rew
 from grpo_recipes.runs.rundir import write_atomically
 from grpo_recipes.trainers.entry import load_callbacks
 from grpo_recipes.trainers.model import as_config_error, build_without_weights, check_adapter, load_tokenizer
+from grpo_recipes.trainers.reward_models import load_reward_tokenizer
 from grpo_recipes.trainers.teacher import check_teacher_tokenizer
 
 P = ParamSpec("P")
@@ -64,6 +65,7 @@ def check_deeply(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
     configs = collect_problems(_build_configs, recipe, sources)
     if configs and not sources.missing:
         collect_problems(_check_teacher, DeepCheck(recipe, *configs, sources))
+        collect_problems(_check_reward_models, DeepCheck(recipe, *configs, sources))
     callbacks = collect_problems(load_callbacks, recipe.run.callbacks)
     source = extension_of(recipe.__getitem__)
     data_lines: list[str] = []
@@ -153,6 +155,13 @@ def _check_teacher(check: DeepCheck) -> None:
     """Raise ConfigError if the recipe's teacher has another tokenizer. Do nothing without a teacher on this machine."""
     if asset := check.sources.find_model(check.recipe.loss.teacher_model_name_or_path):
         check_teacher_tokenizer(asset.path, check.tokenizer(), check.args.trust_remote_code)
+
+
+def _check_reward_models(check: DeepCheck) -> None:
+    """Raise ConfigError if a reward model on this machine can't be a reward."""
+    for name in list_reward_models(check.recipe.rewards.funcs):
+        if asset := check.sources.find_model(name):
+            load_reward_tokenizer(name, asset.path, check.args.trust_remote_code)
 
 
 def _is_smoke(recipe: Recipe) -> bool:

@@ -34,6 +34,7 @@ from grpo_recipes.trainers.checkpoints import any_rank_requests_stop, make_stop_
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.metrics import append_json
 from grpo_recipes.trainers.model import load_lora_config, load_tokenizer, model_init_kwargs, save_model
+from grpo_recipes.trainers.reward_models import load_reward_models
 from grpo_recipes.trainers.teacher import check_teacher_tokenizer
 from grpo_recipes.trainers.trackers import continue_tracked_runs
 
@@ -73,11 +74,13 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         continue_tracked_runs(args, run)
         args.model_init_kwargs = model_init_kwargs(model_args, args)
         exit_if_stopped(stop, run, args.device)
+        trace = Trace(f"rank_{args.process_index}", run)
+        rewards = load_rewards(script_args, args, run, prompts.counts.left_out, trace)
+        reward_funcs, reward_tokenizers = load_reward_models(rewards, run, args)
         trainer = trainer_class(
             model=model_args.model_name_or_path,
-            reward_funcs=load_rewards(
-                script_args, args, run, prompts.counts.left_out, Trace(f"rank_{args.process_index}", run)
-            ),
+            reward_funcs=reward_funcs,
+            reward_processing_classes=reward_tokenizers,
             reward_max_no_verdict=script_args.reward_max_no_verdict,
             args=args,
             train_dataset=prompts.dataset,

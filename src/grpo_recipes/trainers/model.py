@@ -101,14 +101,14 @@ def configured_reference(args: GRPOConfig) -> Iterator[None]:
 
 
 @contextmanager
-def loaded_by_every_rank(args: GRPOConfig) -> Iterator[None]:
-    """In the block, turn off FSDP's efficient loading if the recipe has a reference or a teacher.
+def loaded_by_every_rank(args: GRPOConfig, frozen: bool = False) -> Iterator[None]:
+    """In the block, turn off FSDP's efficient loading if the recipe has a ``frozen`` model, a reference or a teacher.
 
     With it only rank 0 reads weights from disk, and FSDP2 never sends a frozen model to the other ranks.
     """
     name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
     setting = os.environ.get(name)
-    if setting is not None and (args.beta != 0.0 or args.teacher_model_name_or_path):
+    if setting is not None and (frozen or args.beta != 0.0 or args.teacher_model_name_or_path):
         os.environ[name] = "false"
     try:
         yield

@@ -117,8 +117,6 @@ def reward_fix(name: str) -> str:
         return f"remove it ({reason}), or write your own as file.py:function"
     if name.endswith(".py"):
         return f"write {name}:function"
-    if "/" in name:
-        return "write a function that asks the model, as file.py:function (docs/rewards.md)"
     if "." in name and all(part.isidentifier() for part in name.split(".")):
         return f"write {':'.join(name.rsplit('.', 1))}"
     return f"write one of {', '.join(sorted(rewards()))}, or your own as module:function or file.py:function"
