@@ -76,6 +76,7 @@ def test_a_template_shows_the_tools_of_an_environment(read: Read, monkeypatch: p
 
 def tokenizer_in(folder: Path, **config: Any) -> None:
     folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -96,7 +97,7 @@ def test_the_template_of_a_model_that_is_here_is_read(read: Read, tmp_path: Path
     (tmp_path / "mine/chat_template.jinja").write_text(SAYS_ALL)
     assert check(read(**PLAYS, model_name_or_path="mine"), {}) == []
     tokenizer_in(tmp_path / "base")
-    (tmp_path / "damaged").mkdir()
+    tokenizer_in(tmp_path / "damaged")
     (tmp_path / "damaged/tokenizer_config.json").write_text("{")
     assert len(check(read(**PLAYS, model_name_or_path="damaged"), {})) == 1
     (problem,) = check(read(**PLAYS, model_name_or_path="base"), {})

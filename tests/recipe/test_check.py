@@ -109,6 +109,7 @@ def test_columns_of_a_local_file_are_checked_by_its_first_line(read, tmp_path):
 
 def test_no_text_is_taken_for_a_name_on_the_hub(read, tmp_path):
     (tmp_path / "model.yaml").write_text("")
+    (tmp_path / "config.json").write_text("{}")
     address, file = "https://huggingface.co/Qwen/Qwen3-4B", str(tmp_path / "model.yaml")
     for name in (address, "my model", "a/b/c", "smoke:sum", file):
         (problem,) = check(read(model_name_or_path=name), {})

@@ -155,7 +155,7 @@ def test_options_of_a_sweep_need_m(folder, capsys, words):
 
 
 def test_a_refused_submission_leaves_nothing(folder, scripts, monkeypatch, capsys):
-    def refused(script: Path) -> int:
+    def refused(script: Path, after: int | None = None) -> int:
         from grpo_recipes.errors import config_error
 
         raise config_error("sbatch", "is refused", "ask")

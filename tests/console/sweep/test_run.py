@@ -304,7 +304,7 @@ def fake_sbatch(monkeypatch):
     """Record the submitted scripts. The jobs are 41, 42, ..."""
     scripts = []
 
-    def fake_submit(script):
+    def fake_submit(script, after=None):
         scripts.append(script.read_text())
         return 40 + len(scripts)
 
@@ -349,7 +349,7 @@ def test_again_it_submits_what_is_missing(sweep, read_sweeps, fake_sbatch, fake_
 
 
 def test_when_sbatch_refuses_nothing_is_left(sweep, read_sweeps, monkeypatch, folder, capsys):
-    def fake_refusal(script):
+    def fake_refusal(script, after=None):
         raise config_error("sbatch", "invalid partition", "name another")
 
     monkeypatch.setattr(submission, "submit", fake_refusal)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -199,3 +200,19 @@ def test_a_user_without_rights_has_the_same_jail() -> None:
     command = [sys.executable, "-c", AS_USER, str(NOBODY), FORKS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == f"True {NOBODY}", done
+
+
+@needs_jail
+def test_the_environment_may_be_below_the_folder_that_is_empty_in_the_jail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path("/tmp", tmp_path.name, "environment")
+    try:
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bin/python").symlink_to(Path(sys.executable).resolve())
+        (folder / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
+        monkeypatch.setattr(sys, "prefix", str(folder))
+        monkeypatch.setattr(sys, "executable", str(folder / "bin/python"))
+        assert find_jail_problem() is None
+    finally:
+        shutil.rmtree(folder.parent)

@@ -104,13 +104,14 @@ def _make_command(program: int, status: int, seconds: float, memory_bytes: int) 
     command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--json-status-fd", str(status)]
     command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     command += [] if is_root else ["--unshare-user"]
+    command += ["--perms", "1777", "--size", str(_TMP_BYTES), "--tmpfs", "/tmp"]  # first, the environment may be in it
     # A virtual environment needs its folder, the folder of its Python, and their links.
     for path in (*_SYSTEM, sys.base_prefix, sys.prefix):
         command += ["--ro-bind-try", path, path]
     for path in _DEVICES:
         command += ["--dev-bind", path, path]
-    command += ["--perms", "1777", "--size", str(_TMP_BYTES), "--tmpfs", "/tmp", "--chdir", "/tmp"]
-    command += ["--perms", "0444", "--ro-bind-data", str(program), "/program.py", "--remount-ro", "/", "--"]
+    command += ["--chdir", "/tmp", "--perms", "0444", "--ro-bind-data", str(program), "/program.py"]
+    command += ["--remount-ro", "/", "--"]
     command += ["prlimit", f"--nproc={MOST_PROCESSES + _count_other_tasks()}", f"--as={memory_bytes}", "--core=0"]
     command += [f"--fsize={_MOST_FILE_BYTES}", f"--cpu={math.ceil(seconds)}", "--"]
     if is_root:
