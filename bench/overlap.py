@@ -42,6 +42,7 @@ from grpo_recipes.runs.rundir import read_rows
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
 SERVED = "overlap"
+SERVER_VARIABLES = ("GRPO_TOKEN_FILE", "GRPO_SYNC_DIR", "GRPO_RUN")  # with which a trainer reaches its server
 STEPS = 60
 SKIPPED = 3  # steps of a timed run: the first has nothing sampled ahead
 TIMED_STEPS, TIMED_LENGTH = 13, 48
@@ -168,7 +169,7 @@ def server(task: Task, *flags: str) -> Iterator[int]:
         **run_environment(os.environ, scratch, scratch.disk, SERVED),
         **server_environment("cpu", None, os.environ),
     }
-    os.environ |= {name: environment[name] for name in ("GRPO_TOKEN_FILE", "GRPO_SYNC_DIR", "GRPO_RUN")}
+    os.environ |= {name: environment[name] for name in SERVER_VARIABLES}
     recipe = read_recipe(find_code_root() / "recipes/smoke/grpo.yaml")
     argv = [*server_command(recipe, task.model, SERVED, "127.0.0.1", port, "cpu"), *flags]
     process = subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

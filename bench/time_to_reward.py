@@ -6,7 +6,7 @@
 140 tokens per completion, at most 192. Its reward is the share of even token ids.
 
 All runs of a task have the same model, prompts, reward, batch and learning rate. They end when the mean reward of five
-steps is at least ``TARGET``. The arms of a seed run one after the other, the first one changes with the seed:
+steps is at least ``TARGET``. The arms of a seed run in turn, and each seed begins with another arm:
 
 * ``trl``: TRL's GRPOTrainer as a script without a server uses it on CPU, sampling with transformers on all cores;
 * ``default``: this project's trainer with its defaults and a vLLM server;
@@ -37,7 +37,7 @@ import torch
 import trl
 from datasets import Dataset
 from made_by import append_record, begin
-from overlap import KEYS, server
+from overlap import KEYS, SERVER_VARIABLES, server
 from overlap_task import Task, sums
 from speed_trainers import build_model
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
@@ -48,7 +48,6 @@ from grpo_recipes.trainers.grpo import GRPOTrainer
 
 TARGET, OVER = 0.8, 5  # the mean reward to reach, over this number of steps
 MOST_STEPS = 120
-SERVER_VARIABLES = ("GRPO_TOKEN_FILE", "GRPO_SYNC_DIR", "GRPO_RUN")  # by which a trainer reaches its server
 ARMS: dict[str, dict[str, Any] | None] = {
     "trl": None, "default": {}, "overlap": {"overlap_generation": True}, "replicas": {"vllm_data_parallel_size": 2},
 }  # fmt: skip
@@ -101,7 +100,7 @@ class StopAtTarget(TrainerCallback):
 
 
 def main() -> None:
-    """Run what the record lacks, and add a row for each run."""
+    """Make the runs that the record does not have, and add a row for each."""
     options = _parse_options()
     origin = begin(options.out)
     records = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
@@ -155,15 +154,15 @@ def train(task: Task, folder: Path, port: int, seed: int, keys: dict[str, Any] |
     if keys is None:
         torch.set_num_threads(os.cpu_count() or 1)
         trl_options = {key: value for key, value in options.items() if key not in ("use_vllm", "weight_sync")}
-        trainer_class, args, more = trl.GRPOTrainer, trl.GRPOConfig(**trl_options), {}
+        trainer_class, args, run_options = trl.GRPOTrainer, trl.GRPOConfig(**trl_options), {}
     else:
         torch.set_num_threads(1)
-        trainer_class, more = GRPOTrainer, {"run_dir": folder}
+        trainer_class, run_options = GRPOTrainer, {"run_dir": folder}
         args = GRPOConfig(**{**options, **keys}, vllm_server_port=port)
     torch.manual_seed(seed)
     trainer = trainer_class(
         model=task.model, reward_funcs=[task.reward], args=args, train_dataset=task.dataset,
-        processing_class=AutoTokenizer.from_pretrained(task.model), callbacks=[curve], **more,
+        processing_class=AutoTokenizer.from_pretrained(task.model), callbacks=[curve], **run_options,
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     trainer.train()

@@ -176,14 +176,14 @@ def _model(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
         if recipe.model.name not in list_smoke_tasks():
             message = f"built-in model '{recipe.model.name}' not found"
             yield recipe.problem(key, message, f"write {' or '.join(list_smoke_tasks())}")
-    elif message := _find_fault(recipe.model.name):
+    elif message := _find_model_fault(recipe.model.name):
         yield recipe.problem(key, message, f"{fix}, e.g. Qwen/Qwen2.5-1.5B-Instruct")
     for frozen_key in ("ref_model_name_or_path", "teacher_model_name_or_path"):
-        if message := _find_fault(recipe[frozen_key] or ""):
+        if message := _find_model_fault(recipe[frozen_key] or ""):
             yield recipe.problem(frozen_key, message, fix)
     for name in list_reward_models(recipe.rewards.funcs):
         path = os.path.expanduser(name)
-        if message := _find_fault(name):
+        if message := _find_model_fault(name):
             yield recipe.problem("reward_funcs", message, fix)
         elif os.path.isdir(path) and (fault := find_reward_model_fault(path)):
             yield recipe.problem("reward_funcs", f"'{name}' can't be a reward: {fault}", fix)
@@ -193,7 +193,7 @@ def _model(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
         yield Problem("VLLM_MODEL", message, "unset VLLM_MODEL, or set model_name_or_path to it")
 
 
-def _find_fault(name: str) -> str:
+def _find_model_fault(name: str) -> str:
     """Return what is wrong with the name of a model; empty for a folder with a model, a hub id or an empty name."""
     path = os.path.expanduser(name)
     if os.path.isdir(path):

@@ -1,4 +1,4 @@
-"""Reward models: models of ``reward_funcs`` that give a chat one score. TRL calls them in the trainer's process.
+"""Reward models: models of ``reward_funcs`` that give a chat a score. TRL calls them in the trainer's process.
 
 Each rank has a copy, or a shard with ZeRO-3. Their weights have the trained model's type.
 
@@ -17,7 +17,7 @@ from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.recipe.model_kind import find_reward_model_fault
 from grpo_recipes.trainers.model import as_config_error, loaded_by_every_rank
 
-_KEY, _FIX = "reward_funcs", "name a reward model for chats with one score"
+_KEY, _FIX = "reward_funcs", "name a reward model for chats with a single score"
 
 
 def load_reward_models(

@@ -149,7 +149,7 @@ def test_a_hostile_program_fails_its_own_tests_only(pool: RewardPool, kind: str)
 
 # Each appends what it should not be able to read or write to ``seen``.
 READS = {
-    "home": "for path in ('/root/.bashrc', '/home', '/var', '/sys', '/proc/self', '/etc/passwd', CODE):\n"
+    "home": "for path in (HOME, '/home', '/var', '/sys', '/proc/self', '/etc/passwd', CODE):\n"
     "    seen += [path] if os.path.exists(path) else []",
     "environment": "seen += [name for name in os.environ if 'SECRET' in name]",
     "network": "for address in (('127.0.0.1', PORT), ('1.1.1.1', 53)):\n    try:\n"
@@ -167,7 +167,8 @@ READS = {
 def test_a_program_reads_and_changes_nothing_outside(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "planted")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        names = f"CODE, PORT = {str(Path(__file__).parent)!r}, {server.getsockname()[1]}"
+        paths = str(Path(__file__).parent), str(Path.home() / ".bashrc")
+        names = f"(CODE, HOME), PORT = {paths!r}, {server.getsockname()[1]}"
         program = f"import os, socket, sys\n{names}\nseen = []\n{READS[kind]}\nprint(seen)"
         assert run_program(program, "", seconds=20.0, memory_bytes=1 << 30) == "[]\n"
 
