@@ -128,14 +128,15 @@ def render_model_text(text: str) -> Markup:
     Copying it from the page yields the original text.
     """
 
-    def mark(match: re.Match[str]) -> str:
-        """Return the HTML that shows a character without changing the copied text."""
-        char = match[0]
-        if char in _SPACES:
-            return _SPACES[char]
-        return f'<i class="sp">{char}</i>' if char[0] == " " else f'<i class="ctl">{_format_char_code(char)}</i>'
+    return Markup(_HIDDEN_OR_SPACE.sub(lambda match: _mark(match[0]), str(escape(text))))
 
-    return Markup(_HIDDEN_OR_SPACE.sub(mark, str(escape(text))))
+
+@functools.lru_cache(maxsize=1000)
+def _mark(char: str) -> str:
+    """Return the HTML that shows a hidden character, or spaces, without changing the copied text."""
+    if char in _SPACES:
+        return _SPACES[char]
+    return f'<i class="sp">{char}</i>' if char[0] == " " else f'<i class="ctl">{_format_char_code(char)}</i>'
 
 
 def _format_char_code(char: str) -> str:

@@ -73,8 +73,12 @@ def render_steps(path: Path, last: int) -> list[Markup]:
     while True:
         for most in _TOKEN_LIMITS:
             view = partial(read_tokens, most=most)
-            steps = [render_fragment("completions.html.j2", "step", *row, view) for row in rows]
-            if sum(map(len, steps)) <= _MAX_MARKUP:
+            steps: list[Markup] = []
+            for row in rows:
+                steps.append(render_fragment("completions.html.j2", "step", *row, view))
+                if sum(map(len, steps)) > _MAX_MARKUP:  # too long; a step that stands alone is complete here
+                    break
+            else:
                 return steps
         if len(rows) < 2:
             return steps
