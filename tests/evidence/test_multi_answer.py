@@ -294,7 +294,7 @@ def test_each_part_in_small_and_where_it_was_stopped(
 
 @pytest.mark.slow
 @pytest.mark.rotating
-@pytest.mark.parametrize("part", ["tuning", "report", "replication", "lengths", "graph"])
+@pytest.mark.parametrize("part", ["report", "replication", "lengths", "graph"])
 def test_the_first_steps_of_a_recorded_run_come_out_again(bench: ModuleType, part: str) -> None:
     """From an equal model of the start, all numbers are equal, up to rounding of the last digit.
 
