@@ -71,16 +71,19 @@ def torch_index(tmp_path: Path) -> Path:
 
 
 def test_pip_installs_what_trains_and_the_extra_brings_the_server(clone: Clone, torch_index: Path) -> None:
-    pip = ("-m", "pip", "install", "--extra-index-url", torch_index.as_uri())
+    # uv resolves like pip in a fraction of the time. Pip does not read the settings for uv in pyproject.toml.
+    install = """source scripts/pip_settings.sh; export_uv_settings "$1"; export UV_INDEX="$UV_INDEX $2"
+        "$0" -m uv pip install --no-config --no-sources --python "$1" --editable "$3" """
     clone.run(sys.executable, "-m", "venv", "v")
     python = str(clone.root / "v/bin/python")
-    clone.run(python, *pip, "-e", ".")
+    command = ("bash", "-c", install, sys.executable, python, torch_index.as_uri())
+    clone.run(*command, ".")
     clone.trains(python)
     refused = clone.run(python, *OFFLINE, status=2)
     assert "this run needs vLLM, but it is not installed. Fix: run make setup, or pip install -e '.[cpu]'" in refused
     assert not (clone.root / "logs").is_dir() or not list((clone.root / "logs").glob("liv_*"))
 
-    clone.run(python, *pip, "-e", ".[cpu]")
+    clone.run(*command, ".[cpu]")
     output = clone.run(python, "-c", "from importlib.metadata import version as v; print(v('torch'), v('torchvision'))")
     if not output.split()[-1].endswith("+cpu"):  # no index here has that build
         fix = f"pip uninstall {' '.join(BESIDE)}"
