@@ -13,7 +13,7 @@ import pytest
 
 from grpo_recipes.plan.ports import NotReady, wait_until_ready
 from grpo_recipes.process import listeners
-from grpo_recipes.process.listeners import list_socket_inodes
+from grpo_recipes.process.listeners import list_open_sockets
 from grpo_recipes.recipe.keys import catalogue
 
 pytestmark = pytest.mark.alone
@@ -79,7 +79,7 @@ def test_another_process_on_the_port_is_told_at_once(port: int) -> None:
 
 def test_a_server_that_began_to_listen_while_its_owner_was_looked_for_is_ours(port: int, monkeypatch) -> None:
     looks = iter([()])
-    monkeypatch.setattr(listeners, "list_socket_inodes", lambda pids: next(looks, None) or list_socket_inodes(pids))
+    monkeypatch.setattr(listeners, "list_open_sockets", lambda pids: next(looks, None) or list_open_sockets(pids))
     assert wait(port, timeout=10) < 10
 
 

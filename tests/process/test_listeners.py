@@ -12,10 +12,15 @@ import psutil
 import pytest
 from other_user import needs_root, other_user
 
+from grpo_recipes.process import listeners
 from grpo_recipes.process.listeners import ForeignListener, OwnListener, find_listening_sockets, has_closing_connections
 
 LOOPBACK = "127.0.0.1"
-LISTENS = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+LISTENS = """
+import socket, sys
+listener = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+print(listener.getsockname()[1], flush=True)
+input()"""
 
 
 def owner(port: int, root: int | None = None) -> OwnListener:
@@ -26,7 +31,7 @@ def test_a_listener_of_this_process_or_of_a_child_is_ours() -> None:
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
         assert owner(port).find_own_sockets() == {os.fstat(listener.fileno()).st_ino}
-    child = subprocess.Popen([sys.executable, "-c", LISTENS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child = subprocess.Popen([sys.executable, "-c", LISTENS, "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     port = int(child.stdout.readline())
     assert len(owner(port).find_own_sockets()) == 1
     with pytest.raises(ForeignListener):
@@ -53,6 +58,31 @@ def test_the_most_specific_address_counts() -> None:
     if socket.has_dualstack_ipv6():
         with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as both:
             assert find_listening_sockets(LOOPBACK, both.getsockname()[1]) == {os.fstat(both.fileno()).st_ino}
+
+
+@pytest.mark.parametrize("address", [LOOPBACK, ""])
+def test_the_kernels_list_is_read_again_only_when_our_socket_is_closed(address: str, monkeypatch) -> None:
+    lists = []
+
+    def count_and_find(host: str, port: int) -> frozenset[int]:
+        lists.append(port)
+        return find_listening_sockets(host, port)
+
+    monkeypatch.setattr(listeners, "find_listening_sockets", count_and_find)
+    with socket.create_server((address, 0)) as listener:
+        port = listener.getsockname()[1]
+        ours = owner(port)
+        assert {ours.find_own_sockets() for _ in range(3)} == {frozenset({os.fstat(listener.fileno()).st_ino})}
+        assert len(lists) == 1
+        for other in (LOOPBACK, ""):  # until then no process can listen there
+            with pytest.raises(OSError, match="in use"):
+                socket.create_server((other, port))
+    child = subprocess.Popen([sys.executable, "-c", LISTENS, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert int(child.stdout.readline()) == port
+    assert ours.find_own_sockets() and len(lists) == 2
+    child.communicate(b"\n")
+    with pytest.raises(ConnectionRefusedError):
+        ours.find_own_sockets()
 
 
 def test_a_listener_that_was_replaced_while_we_connected_gets_nothing() -> None:

@@ -37,24 +37,27 @@ class OwnListener:
 
     def __init__(self, host: str, port: int, root: Callable[[], int | None]) -> None:
         self._host, self._port, self._root = host, port, root
-        self._verified: frozenset[int] = frozenset()  # inodes of our sockets; the kernel does not reuse them
+        # Our listening sockets: inode -> a descriptor below /proc that has it open. The kernel does not reuse inodes.
+        self._verified: dict[int, str] = {}
 
     def find_own_sockets(self) -> frozenset[int]:
         """Return the inodes of the sockets that listen on the port, if all of them belong to the run's processes.
 
         Raise ConnectionRefusedError if no process listens, and ForeignListener if a process outside the run listens.
         """
-        # While a server starts, this is asked often. The kernel's list of sockets takes 10 ms, a refusal much less.
+        # This is asked often, and the kernel's list of sockets takes 10 ms; a refusal and open descriptors much less.
+        # While a socket of ours listens, no other process can listen there.
+        if self._verified and all(_read_socket_inode(file) == inode for inode, file in self._verified.items()):
+            return frozenset(self._verified)
         starting = not self._verified and _refuses_connections(self._host, self._port)
         listening = frozenset() if starting else find_listening_sockets(self._host, self._port)
         if not listening:
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"{os.strerror(errno.ECONNREFUSED)}: nothing listens")
-        if not listening <= self._verified:
-            root = self._root()
-            sockets = frozenset(list_socket_inodes(_list_process_family(root))) if root is not None else frozenset()
-            if not listening <= sockets:
-                raise ForeignListener(f"another process listens on {self._host}:{self._port}: nothing was sent to it")
-            self._verified |= listening
+        root = self._root()
+        sockets = dict(list_open_sockets(_list_process_family(root))) if root is not None else {}
+        if not listening <= sockets.keys():
+            raise ForeignListener(f"another process listens on {self._host}:{self._port}: nothing was sent to it")
+        self._verified = {inode: sockets[inode] for inode in listening}
         return listening
 
     @contextlib.contextmanager
@@ -119,11 +122,22 @@ def _read_tcp_sockets(port: int) -> Iterator[tuple[str, str, int]]:
                 yield address, state, int(inode)
 
 
-def list_socket_inodes(pids: Iterable[int]) -> Iterator[int]:
-    """Yield the inodes of all sockets that the processes have open; skip processes that this user can't inspect."""
+def list_open_sockets(pids: Iterable[int]) -> Iterator[tuple[int, str]]:
+    """Yield the inode of each socket that the processes have open, and its file in ``/proc/PID/fd``.
+
+    Processes that this user can't inspect are skipped.
+    """
     for pid in pids:
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             for descriptor in os.listdir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError):  # closed since it was listed
-                    if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{descriptor}")):
-                        yield int(match[1])
+                file = f"/proc/{pid}/fd/{descriptor}"
+                if (inode := _read_socket_inode(file)) is not None:
+                    yield inode, file
+
+
+def _read_socket_inode(file: str) -> int | None:
+    """Return the inode of the socket that a file in ``/proc/PID/fd`` stands for; None if it is closed or no socket."""
+    with contextlib.suppress(OSError):
+        if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(file)):
+            return int(match[1])
+    return None
