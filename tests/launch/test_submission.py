@@ -160,6 +160,13 @@ def test_several_recipes_are_checked_before_the_first_is_submitted(
     assert message in refusal(capsys, *flags, then=(SMOKE,))
 
 
+def test_a_mistake_in_the_last_recipe_is_found_before_the_slow_check_of_the_first(monkeypatch, capsys) -> None:
+    deep_checks: list[Any] = []
+    monkeypatch.setattr(submission, "_check_deep", lambda *arguments: deep_checks.append(arguments))
+    assert "recipe 'missing.yaml' not found" in refusal(capsys, then=(SMOKE, "missing.yaml"))
+    assert deep_checks == []
+
+
 def test_another_environment_is_not_looked_into(folder, fake_sbatch) -> None:
     fake_sbatch("echo 1")
     assert submit(profile=profile_of(folder, "gpus: 2\nenv_dir: /of/the/cluster\n")) == 0

@@ -118,12 +118,16 @@ def prepare_submissions(
     The checks of later runs use the first run's model, because theirs does not exist yet.
     """
     first, *later = recipe_names
-    prepared = [prepare_submission(profile, first, task, flags, environment)]
     if later and (problems := find_shared_models(str(first), flags, environment)):
         raise ConfigError(*problems)
-    model = prepared[0][0].recipe.model
+    device, variables = site_resources(profile).device, site_environment(profile, environment)
+    model = resolve_recipe(first, task, flags, variables, device).model
+    keys = start_from(model.name, model.revision)
+    for name in later:  # a mistake in the last recipe is found before the minute-long checks of the first
+        resolve_recipe(name, task, flags, variables, device, keys)
+    prepared = [prepare_submission(profile, first, task, flags, environment)]
     for name in later:
-        keys, run_dir = start_from(model.name, model.revision), prepared[-1][0].names.run_dir
+        run_dir = prepared[-1][0].names.run_dir
         submission, estimates = prepare_submission(profile, name, task, flags, environment, keys)
         if submission.names.run_dir in [earlier.names.run_dir for earlier, _ in prepared]:
             problem = f"{display_path(submission.names.run_dir)} would be the directory of two runs"
