@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 from rotation import ROTATES
 from transformers import TrainerCallback
 
-from grpo_recipes.runs import stop_request as stop_module
 from grpo_recipes.runs.rundir import move_rows_after, stop_file
 from grpo_recipes.trainers import ahead
 
@@ -34,18 +32,6 @@ SHAPES: dict[str, tuple[dict[str, int], list[float]]] = {
     "two iterations": ({"steps_per_generation": 1, "per_device_train_batch_size": 16, "num_iterations": 2}, [0, 2, 2]),
 }  # fmt: skip
 OTHERS = ["a generation a step", "four steps a generation", "two iterations"]
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSampler]:
-    (tmp_path / "token").write_text("the-token")
-    monkeypatch.setenv("GRPO_TOKEN_FILE", str(tmp_path / "token"))
-    monkeypatch.setenv("GRPO_RUN", "this-run")
-    monkeypatch.setenv("GRPO_SYNC_DIR", str(tmp_path / "sync"))
-    monkeypatch.setattr(stop_module, "POLL_SECONDS", 0.0)
-    fake = FakeSampler()
-    yield fake
-    fake.close()
 
 
 def keys(server: FakeSampler, overlap: bool = True) -> dict[str, Any]:

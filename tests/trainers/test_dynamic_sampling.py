@@ -89,22 +89,29 @@ def test_a_stopped_run_equals_an_uninterrupted_run(
     assert stopped is None and outcome(folder, trainer) == uninterrupted
 
 
-def test_two_ranks_replace_the_same_groups_as_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("ahead",)])
+def test_two_ranks_replace_the_same_groups_as_one(tmp_path: Path, options: tuple[str, ...]) -> None:
     for ranks in (1, 2):
-        run_ranks("trainers.dynamic_ranks", str(tmp_path / f"of-{ranks}"), count=ranks)
+        run_ranks("trainers.dynamic_ranks", str(tmp_path / f"of-{ranks}"), *options, count=ranks)
 
     def read(ranks: int) -> list[dict[str, Any]]:
         files = [Path(f"{tmp_path / f'of-{ranks}'}-{rank}.json") for rank in range(ranks)]
         results = [json.loads(file.read_text()) for file in files]
         assert all(result["rewards"] == results[0]["rewards"] for result in results)
         columns = {name: [value for result in results for value in result[name]] for name in results[0]["columns"]}
-        return [columns, results[0]["rewards"], results[0]["metrics"]]
+        return [columns, *(results[0][name] for name in ("rewards", "metrics", "started", "used"))]
 
     of_one, of_two = read(1), read(2)
     tokens = "dynamic_sampling/tokens_per_useful_group"
     assert of_two[2].pop(tokens) > of_one[2].pop(tokens)  # of an odd number of groups, one is sampled twice
     assert of_one == of_two
-    assert of_one[2]["dynamic_sampling/rounds"] > 1
+    rounds = of_one[2]["dynamic_sampling/rounds"]
+    assert rounds > 1
+    if options:  # 6 prompts, of which a fraction of 9/12 was dropped before; only the last rounds may be unused
+        assert of_one[3]["0/0/round-1"] == 5
+        assert of_one[4] == list(of_one[3])[: len(of_one[4])] and len(of_one[4]) == rounds
+    else:
+        assert not of_one[3]
 
 
 def test_a_stream_is_rejected(tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ class Rollouts:
     """Whether the weights in vLLM are verified after each transfer (``weight_guard``)."""
     only_main_rank_samples = False
     """Whether only rank 0 calls ``sample``. Otherwise all ranks call it with the same arguments."""
+    samples_rounds = False
+    """Whether ``start_round`` is supported."""
     bridge = ""
     """The weight sync method, for messages about wrong weights."""
     failed: Sequence[bool] = ()
@@ -124,6 +126,13 @@ class Rollouts:
         ``draw`` is TRL's own sampling, which sends the weights of a new step first. Subclasses may do more.
         """
         return draw()
+
+    def start_round(self, name: str, prompts: list[Any]) -> None:
+        """Let the server sample the next round of dynamic sampling now: this generation, with a prompt for each group.
+
+        The trainers request it later, or drop it with ``restore_pending_generation(None)``. Called by every rank.
+        """
+        raise NotImplementedError
 
     def mask_failed(self, output: dict[str, Any]) -> None:
         """Set ``tool_mask`` in the loss inputs ``output`` to 0 for completions that failed, so the loss ignores them.

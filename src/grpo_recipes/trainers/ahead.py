@@ -1,7 +1,8 @@
-"""Sample ahead: the server samples the next generation while the trainers learn from the current generation.
+"""Sample ahead: the server samples while the trainers learn from a generation (``overlap_generation``) or score it.
 
 With ``overlap_generation``, a generation is sampled with the weights of the previous generation. TRL's
-importance-sampling ratio corrects for this difference. The server gets new weights only while it is idle.
+importance-sampling ratio corrects for this difference. The server gets new weights only while it is idle. With
+``dynamic_sampling``, the server samples the next round of a generation, with the same weights, during the rewards.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from datasets import IterableDataset
 from trl.trainer.utils import RepeatSampler
 
-from grpo_recipes.rollouts.backends import ServerRollouts, Tokens
+from grpo_recipes.rollouts.backends import Rollouts, ServerRollouts, Tokens, make_rollouts
 from grpo_recipes.runs.stop_request import POLL_SECONDS
 from grpo_recipes.trainers.checkpoints import begin_epoch
 from grpo_recipes.trainers.protocol import InnerTrainer
@@ -30,7 +31,7 @@ _LOST_SECONDS = 10.0  # a stopping run drops the generation if the server does n
 
 @dataclass(frozen=True)
 class PendingGeneration:
-    """A generation that the server samples while the trainers still learn from the previous one."""
+    """A generation that the server samples before the trainers request it."""
 
     name: str
     prompts: list[Tokens]
@@ -50,7 +51,87 @@ class PendingGeneration:
         return {"name": self.name, "prompts": self.prompts, "step": self.step, "answer": self.answer.result()}
 
 
-class OverlappedRollouts(ServerRollouts):
+def make_inner_rollouts(trainer: InnerTrainer) -> Rollouts:
+    """Return the sampler for the trainer's config as ``make_rollouts`` does, or one that samples ahead."""
+    if trainer.args.overlap_generation:
+        return OverlappedRollouts(trainer)
+    rollouts = make_rollouts(trainer)
+    return RoundsAhead(trainer) if trainer.args.dynamic_sampling and type(rollouts) is ServerRollouts else rollouts
+
+
+class AheadRollouts(ServerRollouts):
+    """The run's vLLM server, which can sample one generation before the trainers request it."""
+
+    def __init__(self, trainer: InnerTrainer):
+        super().__init__(trainer)
+        self._inner = trainer
+        self._pending: PendingGeneration | None = None  # only on rank 0
+        self._request: dict[str, Any] = {}  # prompts and options of the last request
+
+    def _answer_request(
+        self, sample: Callable[..., dict[str, Any]], prompts: list[Tokens], **options: Any
+    ) -> dict[str, Any]:
+        """Return the pending generation if it has the client's generation name and these prompts; otherwise sample now.
+
+        TRL calls it through the client.
+        """
+        self._request = {"prompts": prompts, **options}
+        pending, self._pending = self._pending, None
+        if pending is not None and (pending.name, pending.prompts) == (self._client.generation_name, prompts):
+            self._note_age(self._trainer.state.global_step - pending.step)
+            return dict(pending.answer.result())
+        self._note_age(0)
+        return sample(prompts, **options)
+
+    def _note_age(self, steps: int) -> None:
+        """Receive how many optimizer steps old the weights of a generation are."""
+
+    def _start(self, name: str, prompts: list[Tokens], client: BridgeClient) -> None:
+        """Start sampling these prompts in a thread, with the options of the last request, as the pending generation."""
+        trace, began = self._inner.rows.trace, time.perf_counter()
+        options = {key: value for key, value in self._request.items() if key != "prompts"}
+        answer = run_in_thread(partial(client.generate, prompts, **options))
+        answer.add_done_callback(lambda _: trace.add("sample", began, time.perf_counter(), "sampling ahead"))
+        self._pending = PendingGeneration(name, prompts, self._trainer.state.global_step, answer, client)
+
+    @property
+    def pending_generation(self) -> PendingGeneration | None:
+        """The generation that is being sampled ahead. None if there is none, and on ranks other than 0."""
+        return self._pending
+
+    def restore_pending_generation(self, pending: PendingGeneration | dict[str, Any] | None) -> None:
+        """Use this generation next, and cancel one that was started since.
+
+        It is a value of ``pending_generation``, a dict from a checkpoint, or None for no generation.
+        """
+        current = self._pending
+        if current is not None and current is not pending and current.client is not None:
+            current.client.abort_generation()
+            wait([current.answer], _LOST_SECONDS)
+        self._pending = PendingGeneration.from_checkpoint(pending) if isinstance(pending, dict) else pending
+
+
+class RoundsAhead(AheadRollouts):
+    """The run's vLLM server, which samples the next round of dynamic sampling while the trainers score a round."""
+
+    samples_rounds = True
+
+    def generate(self, draw: Callable[[], tuple[list[Tokens], Any]]) -> tuple[list[Tokens], Any]:
+        """Return the completions of this round, which the server may have sampled already."""
+        if self._client is None:
+            return draw()
+        with self._client.replacing_generate(partial(self._answer_request, self._client.generate)):
+            return draw()
+
+    def start_round(self, name: str, prompts: list[Any]) -> None:
+        """Let the server sample the round with this name. A stop request also ends it."""
+        if self._client is not None:
+            client = self._client.copy_for_generation(name, self._client.stop)
+            self._request["n"] = self._inner.num_generations  # the last request may continue a tool call
+            self._start(name, self._inner._tokenize_prompts(prompts)[0], client)
+
+
+class OverlappedRollouts(AheadRollouts):
     """The run's vLLM server, which samples the next generation as soon as it has the weights of this generation.
 
     Other requests to the server wait until it has finished.
@@ -61,8 +142,6 @@ class OverlappedRollouts(ServerRollouts):
         if isinstance(trainer.train_dataset, IterableDataset):
             problem = "overlap_generation: the prompts of the next generation of a stream are unknown"
             raise ValueError(f"{problem}. Fix: pass a Dataset, or remove overlap_generation")
-        self._inner = trainer
-        self._pending: PendingGeneration | None = None  # only on rank 0
         self._epoch = self._index = 0  # the epoch of the next generation, and its index in the epoch
         self._order: tuple[int, list[int]] | None = None  # an epoch, and the rows of the training set in its order
         self._probe_result: tuple[Tokens, list[float]] | None = None  # the guard's completion after the last sync
@@ -92,36 +171,23 @@ class OverlappedRollouts(ServerRollouts):
         self._wait_for_pending()
         if not self._trainer.model.training:
             return draw()
-        requests: list[dict[str, Any]] = []
         if self._client is None:
             completions = draw()
         else:
             sample, transfers = self._client.generate, self.transfers
-            with self._client.replacing_generate(partial(self._answer_request, sample, requests)):
+            self._request = {}
+            with self._client.replacing_generate(partial(self._answer_request, sample)):
                 completions = draw()
-            if requests and not self._client.is_stopping():
+            if self._request and not self._client.is_stopping():
                 if self.guarded and self.transfers != transfers:
-                    self._sample_probe(requests[0]["prompts"][0], requests[0]["max_tokens"])
-                self._start_next(requests[0])
+                    self._sample_probe(self._request["prompts"][0], self._request["max_tokens"])
+                self._start_next()
         self._index += 1
         return completions
 
-    def _answer_request(
-        self, sample: Callable[..., dict[str, Any]], requests: list[dict[str, Any]], prompts: list[Tokens],
-        **options: Any,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Return the pending generation if it has the client's generation name and these prompts; otherwise sample now.
-
-        TRL calls it through the client. Append the request to ``requests``, and log how many steps old the weights are.
-        """
-        requests.append({"prompts": prompts, **options})
-        pending, self._pending = self._pending, None
-        if pending is not None and (pending.name, pending.prompts) == (self._client.generation_name, prompts):
-            answer, steps_off_policy = pending.answer.result(), self._trainer.state.global_step - pending.step
-        else:
-            answer, steps_off_policy = sample(prompts, **options), 0
-        self._trainer.add_metric("rollouts/steps_off_policy", float(steps_off_policy))
-        return dict(answer)
+    def _note_age(self, steps: int) -> None:
+        """Log how many optimizer steps old the weights of a generation are."""
+        self._trainer.add_metric("rollouts/steps_off_policy", float(steps))
 
     def _sample_probe(self, prompt: Tokens, max_tokens: int) -> None:
         """Sample a completion at temperature 1 with the weights just sent, and store it for ``probe``."""
@@ -150,11 +216,8 @@ class OverlappedRollouts(ServerRollouts):
         assert sampler is not None  # only a stream has none, and __init__ rejects streams
         return sampler
 
-    def _start_next(self, request: dict[str, Any]) -> None:
-        """Start sampling the next generation in a thread, with the options of ``request``, as the pending generation.
-
-        Start nothing if the training ends before it.
-        """
+    def _start_next(self) -> None:
+        """Start sampling the next generation as the pending generation, unless the training ends before it."""
         trainer, sampler = self._inner, self._sampler
         step, generations = trainer.state.global_step, sampler.num_samples // sampler.batch_size
         steps = self._count_steps(self._index + 1, generations) - self._count_steps(self._index, generations)
@@ -162,14 +225,8 @@ class OverlappedRollouts(ServerRollouts):
             return
         is_last = self._index + 1 >= generations
         epoch, index = (self._epoch + 1, 0) if is_last else (self._epoch, self._index + 1)
-        prompts = self._tokenize_generation(epoch, index)
         name = f"{step + steps}/{trainer._step + self._steps_per_generation}"
-        client = self._client.copy_for_generation(name)
-        options = {key: value for key, value in request.items() if key != "prompts"}
-        began, trace = time.perf_counter(), trainer.rows.trace
-        answer = run_in_thread(partial(client.generate, prompts, **options))
-        answer.add_done_callback(lambda _: trace.add("sample", began, time.perf_counter(), "sampling ahead"))
-        self._pending = PendingGeneration(name, prompts, step, answer, client)
+        self._start(name, self._tokenize_generation(epoch, index), self._client.copy_for_generation(name))
 
     def _count_steps(self, index: int, generations: int) -> int:
         """Return how many optimizer steps of an epoch are taken before the generation with this index."""
@@ -210,23 +267,7 @@ class OverlappedRollouts(ServerRollouts):
             print("grpo: the generation sampled ahead was lost with the server; sampling it again", flush=True)
             self._pending = None
 
-    @property
-    def pending_generation(self) -> PendingGeneration | None:
-        """The generation that is being sampled ahead. None if there is none, and on ranks other than 0."""
-        return self._pending
-
     def finish_pending_generation(self) -> dict[str, Any] | None:
         """Wait for the generation sampled ahead, and return it as a dict for a checkpoint. None if there is none."""
         self._wait_for_pending()
         return None if self._pending is None else self._pending.wait_and_serialize()
-
-    def restore_pending_generation(self, pending: PendingGeneration | dict[str, Any] | None) -> None:
-        """Use this generation next, and cancel one that was started since.
-
-        It is a value of ``pending_generation``, a dict from a checkpoint, or None for no generation.
-        """
-        current = self._pending
-        if current is not None and current is not pending and current.client is not None:
-            current.client.abort_generation()
-            wait([current.answer], _LOST_SECONDS)
-        self._pending = PendingGeneration.from_checkpoint(pending) if isinstance(pending, dict) else pending

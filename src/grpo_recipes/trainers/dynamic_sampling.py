@@ -4,8 +4,11 @@ Such a group has advantages of 0: it costs samples and teaches nothing. After sa
 computed. In rounds, each group without a signal is replaced by a new prompt's group that has one, until no such group
 is left or ``dynamic_sampling_max_rounds`` is reached. The update keeps its size and its cost.
 
-The prompts of a round depend only on the seed, the generation and the round, so a resumed run draws the same ones.
-Several ranks replace the same groups as one rank.
+The run's server samples the next round while a round is scored. The number of its groups is the expected number of
+groups without a signal, from the fraction of groups dropped so far. Other samplers wait for the rewards.
+
+The prompts of a round depend only on the seed, the generation, the round, and the groups dropped before, so a resumed
+run draws the same ones. Several ranks replace the same groups as one rank.
 
     dynamic = DynamicSampling(trainer)
     dynamic.start_generation(rows, "3/12")
@@ -14,6 +17,7 @@ Several ranks replace the same groups as one rank.
     rewards_BR = dynamic.take_rewards()
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -49,6 +53,7 @@ class Completion:
 class Draw:
     """The groups of one round."""
 
+    groups: int
     rewards_BR: torch.Tensor  # of all ranks
     useful: list[int]  # numbers of the groups with a signal
     completions: dict[int, list[Completion]]  # of the useful groups, by the group's number
@@ -66,13 +71,15 @@ class DynamicSampling:
         self._rows: list[Row] = []
         self._name = ""
         self._rewards_BR: torch.Tensor | None = None
+        self._drawn: set[int] = set()  # rows of the training set that were drawn in this generation
+        self._ahead: list[int] = []  # rows of the round that the server samples ahead
 
     def start_generation(self, rows: list[Row], name: str) -> None:
         """Store this rank's rows of a training generation, which ``replace_groups`` changes, and the generation's name.
 
         The name must be the same on every rank, and differ from the names of other generations.
         """
-        self._rows, self._name, self._rewards_BR = rows, name, None
+        self._rows, self._name, self._rewards_BR, self._drawn = rows, name, None, set()
 
     def take_rewards(self) -> torch.Tensor | None:
         """Return the rewards of the completed generation, (B, rewards), of all ranks. A second call returns None."""
@@ -86,20 +93,23 @@ class DynamicSampling:
         the rewards of the result.
         """
         trainer, size = self._trainer, self._trainer.num_generations
+        groups = len(prompts) * trainer.accelerator.num_processes // size
+        self._start_round(1, groups * self._read_dropped_fraction())
         rewards_BR = self._score(self._rows, prompts, generated)
         first_reward = sum_weighted_rewards(rewards_BR, trainer.reward_weights).nanmean().item()
-        groups, equal, rounds = len(rewards_BR) // size, self._find_equal_groups(rewards_BR), 0
+        equal, rounds = self._find_equal_groups(rewards_BR), 0
         drawn, dropped, tokens = groups, len(equal), self._count_tokens(generated)
-        indices: set[int] = set()
         while equal and rounds < trainer.args.dynamic_sampling_max_rounds:
             rounds += 1
-            draw = self._draw_groups(len(equal), rounds, indices, generate)
-            drawn, dropped, tokens = drawn + len(equal), dropped + len(equal) - len(draw.useful), tokens + draw.tokens
+            draw = self._draw_groups(len(equal), rounds, 1 - dropped / drawn, generate)
+            drawn, tokens = drawn + draw.groups, tokens + draw.tokens
+            dropped += draw.groups - len(draw.useful)
             for group, new_group in zip(equal, draw.useful, strict=False):
                 new_rows = slice(new_group * size, (new_group + 1) * size)
                 rewards_BR[group * size : (group + 1) * size] = draw.rewards_BR[new_rows]
                 self._insert(group, draw.completions[new_group], prompts, generated)
             equal = equal[len(draw.useful) :]
+        trainer.rollouts.restore_pending_generation(None)  # a round that is not needed
         self._rewards_BR = rewards_BR
         metrics = {
             "dynamic_sampling/rounds": rounds,
@@ -134,23 +144,26 @@ class DynamicSampling:
         """Return the number of sampled tokens of all ranks."""
         return sum(gather_object([sum(map(len, generated[_COMPLETION_IDS]))]))
 
-    def _draw_groups(self, count: int, number: int, indices: set[int], generate: Generate) -> Draw:
-        """Sample and score ``count`` groups of other prompts in the round with this number.
+    def _draw_groups(self, missing: int, number: int, useful_fraction: float, generate: Generate) -> Draw:
+        """Sample and score groups of other prompts in the round with this number; let the server start the next one.
 
-        All ranks sample the same number of groups, so the last prompt is sampled several times if necessary. Its
-        repetitions are ignored. ``indices`` gets the rows of the training set that were drawn in this generation.
+        A round has the groups that the server sampled ahead, or else ``missing`` groups. The next round will have as
+        many as are expected to be missing, if ``useful_fraction`` of this round's groups have a signal. All ranks
+        sample the same number of groups, so the last prompt is sampled several times if necessary. Its repetitions are
+        ignored.
         """
         trainer, size = self._trainer, self._trainer.num_generations
-        name = f"{self._name}/round-{number}"
-        chosen = self._choose_indices(count, name, indices)
-        per_rank = -(-count // trainer.accelerator.num_processes)
-        filled = chosen + chosen[-1:] * (per_rank * trainer.accelerator.num_processes - count)
+        name = self._name_round(number)
+        chosen = self._ahead or self._choose_indices(missing, name)
+        filled, count = self._fill_ranks(chosen), len(chosen)
+        per_rank = len(filled) // trainer.accelerator.num_processes
         first = trainer.accelerator.process_index * per_rank
         rows = [dict(trainer.train_dataset[i]) for i in filled[first : first + per_rank] for _ in range(size)]
         prompts = [row["prompt"] for row in rows]
         trainer.rollouts.name_generation(name)
         generated = generate(prompts)
         trainer.rollouts.name_generation(self._name)
+        self._start_round(number + 1, missing - count * useful_fraction)
         rewards_BR = self._score(rows, prompts, generated)[: count * size]
         equal = self._find_equal_groups(rewards_BR)
         useful = [group for group in range(count) if group not in equal]
@@ -163,20 +176,48 @@ class DynamicSampling:
             if first + group in useful
         }
         gathered = dict(gather_object(list(completions.items())))
-        return Draw(rewards_BR, useful, gathered, self._count_tokens(generated))
+        return Draw(count, rewards_BR, useful, gathered, self._count_tokens(generated))
 
-    def _choose_indices(self, count: int, seed: str, chosen: set[int]) -> list[int]:
-        """Choose ``count`` rows of the training set at random, the same on every rank, and add them to ``chosen``.
+    def _start_round(self, number: int, expected: float) -> None:
+        """Let the server sample the round with this number, for so many groups that are expected to be missing.
 
-        A row in ``chosen`` is not chosen again before all rows were chosen.
+        Start nothing if the sampler can't sample ahead, or the generation has no such round.
+        """
+        trainer, self._ahead = self._trainer, []
+        count = math.ceil(round(expected, 6))
+        if trainer.rollouts.samples_rounds and count > 0 and number <= trainer.args.dynamic_sampling_max_rounds:
+            name = self._name_round(number)
+            self._ahead = self._choose_indices(count, name)
+            prompts = [trainer.train_dataset[index]["prompt"] for index in self._fill_ranks(self._ahead)]
+            trainer.rollouts.start_round(name, prompts)
+
+    def _read_dropped_fraction(self) -> float:
+        """Return the fraction of groups that the last logged step dropped, which checkpoints contain. 0 if none did."""
+        for logs in reversed(self._trainer.state.log_history):
+            if drawn := logs.get("dynamic_sampling/groups_drawn"):
+                return float(logs["dynamic_sampling/groups_dropped"] / drawn)
+        return 0.0
+
+    def _name_round(self, number: int) -> str:
+        """Return the name from which the prompts and sampling seeds of a round derive."""
+        return f"{self._name}/round-{number}"
+
+    def _fill_ranks(self, indices: list[int]) -> list[int]:
+        """Repeat the last of these rows of the training set until their number is a multiple of the ranks."""
+        return indices + indices[-1:] * (-len(indices) % self._trainer.accelerator.num_processes)
+
+    def _choose_indices(self, count: int, seed: str) -> list[int]:
+        """Choose ``count`` rows of the training set at random, the same on every rank.
+
+        A row that was drawn in this generation is not chosen again before all rows were drawn.
         """
         random, rows = Random(f"{self._trainer.args.seed}/{seed}"), len(self._trainer.train_dataset)
         indices: list[int] = []
         while len(indices) < count:
             index = random.randrange(rows)
-            if index not in chosen or len(chosen) == rows:
+            if index not in self._drawn or len(self._drawn) == rows:
                 indices.append(index)
-                chosen.add(index)
+                self._drawn.add(index)
         return indices
 
     def _insert(self, group: int, completions: list[Completion], prompts: list[Any], generated: Columns) -> None:

@@ -23,12 +23,11 @@ from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.algorithms.maxent import KLController, TauController
 from grpo_recipes.recipe.configs import GRPOConfig
-from grpo_recipes.rollouts.backends import make_rollouts
 from grpo_recipes.rollouts.source import Source
 from grpo_recipes.runs.stop_request import Stopped, StopRequest
 from grpo_recipes.trainer_protocol import Mode
 from grpo_recipes.trainers.advantages import estimate_advantages, replace_advantages, replace_logged_advantages
-from grpo_recipes.trainers.ahead import OverlappedRollouts
+from grpo_recipes.trainers.ahead import make_inner_rollouts
 from grpo_recipes.trainers.best import BestModel, TrainingEnded, repeat_owed_evaluation
 from grpo_recipes.trainers.callbacks import Compute, LossCallback
 from grpo_recipes.trainers.checkpoints import Checkpoints, Preemption, begin_epoch, ended_by_callback
@@ -100,7 +99,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.best = BestModel(self, run_dir)
         self.dynamic_sampling = DynamicSampling(self) if args.dynamic_sampling else None
         self.micro_batches = MicroBatches(self)
-        self.rollouts = OverlappedRollouts(self) if args.overlap_generation else make_rollouts(self)
+        self.rollouts = make_inner_rollouts(self)
         if self.use_vllm:
             self.vllm_generation.attach(self)
             self.vllm_generation.wrap_sync(self.rows.phase("sync"))

@@ -124,10 +124,10 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         """Set whether other programs sample from the server too. If they do, the client does not pause the engine."""
         self.has_other_clients = expected
 
-    def copy_for_generation(self, generation_name: str) -> Self:
-        """Return a copy of the client for a generation that continues after a stop request, for the checkpoint."""
+    def copy_for_generation(self, generation_name: str, stop: StopRequest | None = None) -> Self:
+        """Return a copy of the client for a generation that ends on a stop request, or continues for the checkpoint."""
         client = copy.copy(self)
-        client.generation_name, client.stop = generation_name, StopRequest(self._run_dir)
+        client.generation_name, client.stop = generation_name, stop or StopRequest(self._run_dir)
         return client
 
     def abort_generation(self) -> None:
