@@ -13,6 +13,8 @@ from real_runs import REPOSITORY, Launch, clean_environment, marked_processes
 from slurm_cluster import SlurmCluster
 from test_slurm_run import wait_until
 
+from grpo_recipes.runs.rundir import read_json
+
 
 def grpo(slurm: SlurmCluster, tmp_path: Path, mark: str, *arguments: str) -> subprocess.Popen[str]:
     """The command with a run root and a working folder of the test's own."""
@@ -55,6 +57,38 @@ def test_a_submitted_run_uses_its_frozen_code_and_is_followed_and_stopped(slurm:
     wait_until(lambda: not launch.processes())
     assert launch.summary()["status"] == "stopped" and launch.summary()["restarts"] == 0
     assert (run_dir / "checkpoints" / f"checkpoint-{launch.summary()['steps']}" / "COMPLETE").exists()
+
+
+def submit_pair(slurm: SlurmCluster, tmp_path: Path, mark: str, profile: str) -> list[tuple[int, Path]]:
+    """Submit supervised fine-tuning and GRPO, of two steps each; return their job ids and run directories."""
+    (tmp_path / "grpo.yaml").write_text(f"base: {REPOSITORY}/recipes/smoke/sft_grpo.yaml\nuse_vllm: false\n")
+    recipes = (f"{REPOSITORY}/recipes/smoke/sft.yaml", str(tmp_path / "grpo.yaml"))
+    words = ("submit", *recipes, "--profile", profile, "--max_steps", "2", "--save_strategy", "no")
+    output, error = grpo(slurm, tmp_path, mark, *words).communicate(timeout=240)
+    jobs = re.findall(r"submitted job (\d+), run directory (\S+?)(?:,|$)", output, re.MULTILINE)
+    assert len(jobs) == 2, output + error
+    return [(int(job), (tmp_path / "cwd" / folder).resolve()) for job, folder in jobs]
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_the_second_of_two_jobs_starts_from_the_model_of_the_first(slurm: SlurmCluster, tmp_path: Path) -> None:
+    (first, sft), (second, run) = submit_pair(slurm, tmp_path, "slurm-pair", "cpu")
+    slurm.wait(second, "COMPLETED", timeout=400)
+    assert slurm.wait(first, "COMPLETED", timeout=10)["ExitCode"] == "0:0"
+    assert read_json(run / "summary.json")["status"] == "completed"
+    (model,) = [asset for asset in read_json(run / "run.json")["sources"] if asset["kind"] == "model"]
+    assert model["path"] == str(sft / "model")
+
+
+@pytest.mark.slow
+def test_the_second_of_two_jobs_is_canceled_if_the_first_does_not_succeed(slurm: SlurmCluster, tmp_path: Path) -> None:
+    profile = tmp_path / "held.yaml"
+    profile.write_text(f"base: {REPOSITORY}/slurm/profiles/cpu.yaml\nsbatch_options: [--hold]\n")
+    (first, _), (second, _) = submit_pair(slurm, tmp_path, "slurm-pair-held", str(profile))
+    slurm.cli("scontrol", "release", str(second))
+    slurm.scancel(first)
+    slurm.wait(second, "CANCELLED", timeout=60)
 
 
 @pytest.mark.slow
