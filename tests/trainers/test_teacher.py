@@ -11,6 +11,8 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from rank_processes import run_ranks
+from rotation import ROTATES
 from transformers import AutoModelForCausalLM
 from trl.experimental.iw_opd import IWOPDConfig, IWOPDTrainer
 
@@ -20,6 +22,7 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.teacher import check_teacher_tokenizer
 
+from . import teacher_ranks
 from .fixed_completions import GROUP, generation, make_trainer, rows_of
 from .test_objectives import compute_logps
 from .tiny_training import ON_CPU
@@ -198,3 +201,21 @@ def test_an_adapter_learns_from_a_teacher(tmp_path: Path, model: str, teacher: s
     torch.testing.assert_close(generation(trainer)["advantages"], whole["advantages"], rtol=0, atol=1e-5)
     trainer.train()
     assert all(row["grad_norm"] > 1e-3 for row in rows_of(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.parametrize("accelerator", ["zero3", "fsdp2", pytest.param("multi_gpu", marks=ROTATES)])
+def test_ranks_that_share_a_teacher_take_the_steps_of_one(
+    tmp_path: Path, model: str, teacher: str, accelerator: str
+) -> None:
+    expected = teacher_ranks.train(tmp_path / "one", model, teacher, ranks=1)
+    # DeepSpeed compiles its Adam once.
+    outputs = run_ranks(
+        "trainers.teacher_ranks", str(tmp_path / "two"), model, teacher, accelerator=accelerator, seconds=540
+    )
+    for output in outputs:
+        logged = [list(map(float, line.split()[1:])) for line in output.splitlines() if line.startswith("logged ")]
+        for values, row in zip(logged, expected, strict=True):
+            assert values == pytest.approx([row[name] for name in ("teacher_kl", "loss", "grad_norm")], rel=1e-3)
+    assert expected[0]["teacher_kl"] != pytest.approx(expected[-1]["teacher_kl"], rel=1e-2)  # the steps had an effect

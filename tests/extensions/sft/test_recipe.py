@@ -77,6 +77,7 @@ def test_one_gpu_needs_no_vllm(tmp_path: Path) -> None:
         ("beta", "0.1"),
         ("judge_model", "m"),
         ("shuffle_dataset", "false"),
+        ("eval_dataset_name", "smoke:sums"),
     ],
 )
 def test_a_key_that_only_grpo_reads_is_rejected_by_name(flag: str, value: str) -> None:

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from trainers.tiny_training import ON_CPU, SUMS, as_dataset
+from rank_processes import run_ranks
+from rotation import ROTATES
+from safetensors.torch import load_file
+from trainers.tiny_training import ON_CPU, SUMS, as_dataset, save_random_model
 from transformers import TrainerCallback
 
 from grpo_recipes import smoke
@@ -23,18 +26,10 @@ from grpo_recipes.runs.progress import Progress
 from grpo_recipes.runs.rundir import finish_summary, stop_file
 from grpo_recipes.runs.stop_request import StoppedOnRequest, StopRequest
 
+from . import sft_ranks
+from .sft_ranks import StopAfter
+
 STEPS = 5
-
-
-class StopAfter(TrainerCallback):
-    """Request a stop after a step."""
-
-    def __init__(self, step: int, request: Path) -> None:
-        self._step, self._request = step, request
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self._step:
-            self._request.touch()
 
 
 def make_trainer(folder: Path, callbacks: tuple[TrainerCallback, ...] = (), **options: Any) -> SFTTrainer:
@@ -94,3 +89,27 @@ def test_long_rows_are_dropped(tmp_path: Path) -> None:
     assert len(make_trainer(tmp_path, max_length=shortest).train_dataset) == lengths.count(shortest)
     with pytest.raises(ConfigError, match=f"Fix: set sft_max_length: {shortest}, or more"):
         make_trainer(tmp_path, max_length=shortest - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.parametrize("accelerator", ["zero3", "fsdp2", pytest.param("zero2", marks=ROTATES)])
+def test_ranks_that_share_a_model_stop_and_resume(tmp_path: Path, accelerator: str) -> None:
+    model = str(save_random_model(tmp_path / "random"))
+    sft_ranks.train(tmp_path / "one", model, ranks=1)
+    for step, is_stopped in ((2, True), (0, False)):
+        outputs = run_ranks(
+            "extensions.sft.sft_ranks", str(tmp_path / "two"), model, str(step), accelerator=accelerator, seconds=540
+        )
+        assert all(("after step 2, state saved" in output) == is_stopped for output in outputs)
+        stop_file(tmp_path / "two").unlink(missing_ok=True)
+    one, two = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    assert [row["step"] for row in two] == [1, 2, 3, 4]
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-3)
+    weights, initial = (load_file(Path(path) / "model.safetensors") for path in (tmp_path / "two/model", model))
+    assert weights.keys() == initial.keys()
+    assert all(weight.shape == initial[name].shape for name, weight in weights.items())
+    assert any(not torch.equal(weight, initial[name]) for name, weight in weights.items())
