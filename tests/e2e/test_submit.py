@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from documented import documented
 from real_runs import REPOSITORY, Launch, clean_environment, marked_processes
 from slurm_cluster import SlurmCluster
 from test_slurm_run import wait_until
 
-from grpo_recipes.runs.rundir import read_json
+from grpo_recipes.runs.rundir import read_json, read_metrics
 
 
 def grpo(slurm: SlurmCluster, tmp_path: Path, mark: str, *arguments: str) -> subprocess.Popen[str]:
@@ -77,8 +78,8 @@ def test_the_second_of_two_jobs_starts_from_the_model_of_the_first(slurm: SlurmC
     slurm.wait(second, "COMPLETED", timeout=400)
     assert slurm.wait(first, "COMPLETED", timeout=10)["ExitCode"] == "0:0"
     assert read_json(run / "summary.json")["status"] == "completed"
-    (model,) = [asset for asset in read_json(run / "run.json")["sources"] if asset["kind"] == "model"]
-    assert model["path"] == str(sft / "model")
+    assert yaml.safe_load((run / "recipe.yaml").read_text())["model_name_or_path"] == str(sft / "model")
+    assert len(read_metrics(run)) == 2
 
 
 @pytest.mark.slow
