@@ -204,7 +204,8 @@ class DynamicSampling:
 
     def _fill_ranks(self, indices: list[int]) -> list[int]:
         """Repeat the last of these rows of the training set until their number is a multiple of the ranks."""
-        return indices + indices[-1:] * (-len(indices) % self._trainer.accelerator.num_processes)
+        ranks: int = self._trainer.accelerator.num_processes
+        return indices + indices[-1:] * (-len(indices) % ranks)
 
     def _choose_indices(self, count: int, seed: str) -> list[int]:
         """Choose ``count`` rows of the training set at random, the same on every rank.
