@@ -7,10 +7,11 @@ import os
 import pty
 import re
 import struct
-import subprocess
-import sys
 import termios
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from grpo_command import run_grpo
 
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -22,15 +23,21 @@ def run_in_terminal(width: int, *words: str, cwd: Path | None = None, **variable
     environment = {**os.environ, "TERM": "xterm-256color", **variables}
     for name in {"COLUMNS", "NO_COLOR", "FORCE_COLOR"} - variables.keys():
         environment.pop(name, None)
-    command = [sys.executable, "-m", "grpo_recipes", *words]
-    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment, cwd=cwd):
-        os.close(terminal)
-        parts = []
-        while True:
-            try:
-                part = os.read(controller, 1 << 16)
-            except OSError:  # the terminal's last process has ended
-                break
-            parts.append(part)
+    with ThreadPoolExecutor(1) as pool:
+        output = pool.submit(_read, controller)
+        try:
+            run_grpo(*words, cwd=cwd, env=environment, stdin=terminal, stdout=terminal, stderr=terminal)
+        finally:
+            os.close(terminal)
     os.close(controller)
-    return b"".join(parts).decode().replace("\r\n", "\n")
+    return output.result().decode().replace("\r\n", "\n")
+
+
+def _read(controller: int) -> bytes:
+    """Read until no process has the terminal anymore."""
+    parts = []
+    while True:
+        try:
+            parts.append(os.read(controller, 1 << 16))
+        except OSError:
+            return b"".join(parts)

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from grpo_command import run_grpo, run_python
 
 from grpo_recipes.cli import main
 from grpo_recipes.plan.devices import environment_device
@@ -32,10 +33,7 @@ def grpo(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "CACHE_ROOT": str(tmp_path / "cache")}
         environment["GRPO_DEFAULT_RECIPE"] = "1"  # training.sh sets it
-        return subprocess.run(
-            [sys.executable, "-m", "grpo_recipes", *arguments],
-            env={**environment, **variables}, cwd=tmp_path / "cwd", capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+        return run_grpo(*arguments, cwd=tmp_path / "cwd", env={**environment, **variables})
 
     return run
 
@@ -48,8 +46,7 @@ def test_no_command_before_a_launch_imports_torch(arguments, tmp_path):
         f"assert main({arguments!r}) == 0\n"
         "print('HEAVY', sorted({'torch', 'trl', 'transformers', 'vllm', 'datasets', 'accelerate'} & set(sys.modules)))"
     )
-    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    done = run_python("-c", code, cwd=tmp_path, env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "HEAVY []" and done.stderr == ""
 
@@ -318,14 +315,16 @@ def test_a_working_folder_that_is_gone_is_told(tmp_path):
     assert "the working folder does not exist anymore" in refused(done)
 
 
-def test_a_terminal_of_another_encoding_is_no_error(grpo, tmp_path):
+def test_a_terminal_of_another_encoding_is_no_error(tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("model_name_or_path: smoke:sums\ndataset_name: smoke:sums\nrun_name: größe\n", encoding="utf-8")
-    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = grpo("plan", str(recipe), **ascii_only)
-    assert done.returncode == 0, done.stderr
-    assert "gr\\xf6" in done.stdout
-    assert grpo("keys", "kl", **ascii_only).returncode == 0
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "CACHE_ROOT": str(tmp_path / "cache")}
+    environment |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for arguments, shown in ((["plan", str(recipe)], "gr\\xf6"), (["keys", "kl"], "kl")):
+        command = [sys.executable, "-m", "grpo_recipes", *arguments]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert shown in done.stdout
 
 
 @pytest.mark.parametrize(

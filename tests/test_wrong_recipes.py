@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from grpo_command import run_python
 
 FOLDER = Path(__file__).with_name("wrong_recipes")
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -36,8 +36,7 @@ def check(path: Path, home: Path) -> subprocess.CompletedProcess[str]:
         "import sys; from grpo_recipes.cli import main; code = main(sys.argv[1:])\n"
         "print('HEAVY', *{'torch', 'trl', 'transformers', 'datasets', 'vllm'} & set(sys.modules)); sys.exit(code)"
     )
-    argv = [sys.executable, "-c", code, "check", str(path), *shlex.split(flags)]
-    return subprocess.run(argv, cwd=home, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return run_python("-c", code, "check", str(path), *shlex.split(flags), cwd=home, env=environment)
 
 
 def test_there_are_fifty_of_them() -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from grpo_command import run_grpo
 from in_terminal import COLOR, run_in_terminal
 
 from grpo_recipes.paths import find_code_root
@@ -39,9 +38,7 @@ def test_no_color_if_the_user_or_the_terminal_wants_none(wrong: Path, variables:
 
 
 def test_a_pipe_gets_one_plain_line_for_each_problem(wrong: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "grpo_recipes", "check", str(wrong)], capture_output=True, text=True, timeout=60
-    )
+    done = run_grpo("check", str(wrong))
     assert done.returncode == 2 and "\x1b" not in done.stderr
     assert all(line.startswith(f"grpo: {wrong}") and ". Fix: " in line for line in done.stderr.splitlines())
 

@@ -7,11 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from grpo_command import run_grpo
 
 from grpo_recipes.paths import find_code_root
 
 FULL = Path("/dev/full")
 SMOKE = str(find_code_root() / "recipes/smoke/grpo.yaml")
+MESSAGE = (
+    "grpo: stdout: cannot be written (No space left on device). Fix: redirect it to a file on a disk with free space\n"
+)
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
@@ -26,13 +30,18 @@ SMOKE = str(find_code_root() / "recipes/smoke/grpo.yaml")
 def test_a_full_disk_behind_stdout_is_one_line(words: list[str]) -> None:
     """M9: no command prints a traceback."""
     with FULL.open("w") as full:
+        done = run_grpo(*words, stdout=full)
+    assert (done.returncode, done.stderr) == (2, MESSAGE)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", [["--help"], ["check", SMOKE]], ids=" ".join)
+def test_a_new_process_is_also_one_line(words: list[str]) -> None:
+    """M9: Python flushes stdout again when it ends."""
+    with FULL.open("w") as full:
         argv = [sys.executable, "-m", "grpo_recipes", *words]
         done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [
-        "grpo: stdout: cannot be written (No space left on device). "
-        "Fix: redirect it to a file on a disk with free space"
-    ]
+    assert (done.returncode, done.stderr) == (2, MESSAGE)
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")

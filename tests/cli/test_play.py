@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from documented import documented
+from grpo_command import run_grpo
 
 ROOT = Path(__file__).resolve().parents[2]
 WILD = ROOT / "tests/rollouts/wild_environment.py"
@@ -21,9 +22,8 @@ EXAMPLE = "recipes/examples/two_sums.yaml"
 
 
 def run_play(*words: str, stdin: str = "", code: int = 0) -> str:
-    """Return the stdout of the command with a pipe as stdin, or its stderr if ``code`` is not 0."""
-    command = list(words) if words[0].endswith("grpo") else [sys.executable, "-m", "grpo_recipes", "play", *words]
-    done = subprocess.run(command, input=stdin, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    """Return the stdout of the command with a file as stdin, or its stderr if ``code`` is not 0."""
+    done = run_grpo("play", *words, cwd=ROOT, input=stdin)
     assert done.returncode == code, done.stderr
     return done.stderr if code else done.stdout
 
@@ -35,7 +35,7 @@ def recipe(folder: Path, *lines: str) -> str:
 
 
 def test_an_episode_of_the_example_is_played_to_its_end() -> None:
-    words = documented("grpo play recipes/examples/two_sums.yaml --seed 3")
+    _, _, *words = documented("grpo play recipes/examples/two_sums.yaml --seed 3")
     lines = run_play(*words, stdin="<answer>7</answer>\n3\n").splitlines()
     assert lines[1:] == [
         "[user] 2+5=", "turn 1 of 2> <answer>7</answer>", "reward 0.5  right 1", "[user] 3+6=", "turn 2 of 2> 3",

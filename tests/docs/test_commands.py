@@ -19,6 +19,7 @@ import pytest
 import yaml
 from console.report.synthetic_runs import make_run
 from doc_pages import PAGES, REPOSITORY, blocks, code_words, prose
+from grpo_command import run_grpo
 from rotation import ROTATES
 
 from grpo_recipes import cli
@@ -133,15 +134,12 @@ def clean_environment(folder: Path) -> dict[str, str]:
 
 
 def run_as_it_stands(command: str, cwd: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", "-c", command],
-        cwd=cwd,
-        env=clean_environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    """Run a command of a page with bash, or without if it is only `grpo` with words and variables."""
+    environment, argv = clean_environment(folder), ["bash", "-c", command]
+    if simple := re.fullmatch(r"((?:\w+=\S+ )*)grpo ([^|&;<>$*()]+)", command):
+        environment |= dict(word.split("=", 1) for word in shlex.split(simple[1]))
+        return run_grpo(*shlex.split(simple[2]), cwd=cwd, env=environment)
+    return subprocess.run(argv, cwd=cwd, env=environment, capture_output=True, text=True, timeout=180, check=False)
 
 
 @pytest.mark.parametrize(

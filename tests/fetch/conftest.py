@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from fake_hub import FakeHub
+from grpo_command import run_grpo
 
 from grpo_recipes import smoke
 from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
@@ -83,7 +84,7 @@ class Shell:
         )
 
     def grpo(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        return self.run(GRPO, *arguments, **variables)
+        return run_grpo(*arguments, cwd=self.folder, env={**self.environment, **variables})
 
     def records(self) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in sorted((self.cache / "fetched").glob("*@main*.json"))]

@@ -29,12 +29,12 @@ Variables = Callable[[], dict[str, str]]
 @pytest.mark.parametrize("why", ["cut off", "told offline"])
 def test_without_fetch_a_launch_is_refused_naming_the_command(shell: Shell, why: str) -> None:
     shell.recipe()
-    launch = [GRPO, "launch", "recipe.yaml", "--seed", "3"]
+    launch = ["launch", "recipe.yaml", "--seed", "3"]
     began = time.monotonic()
     if why == "cut off":
-        refused = shell.run(*without_network(*launch))
+        refused = shell.run(*without_network(GRPO, *launch))
     else:
-        refused = shell.run(*launch, HF_HUB_OFFLINE="1")
+        refused = shell.grpo(*launch, HF_HUB_OFFLINE="1")
     assert refused.returncode == 2 and time.monotonic() - began < 20
     reason = f"{shell.environment['HF_ENDPOINT']} does not answer" if why == "cut off" else "HF_HUB_OFFLINE is set"
     first, second = refused.stderr.splitlines()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grpo_command import run_grpo
 from run_folders import make_run, row_fixture, small_disk
 
 from grpo_recipes.console.doctor.examine import Machine
@@ -40,15 +41,13 @@ def doctor() -> Callable[..., tuple[int, dict[str, dict[str, str]]]]:
     """``doctor(*arguments, before=..., NAME=VALUE)``: return exit code and results by name of `grpo doctor --json`."""
 
     def run(*arguments: str, before: Callable[[], None] | None = None, **variables: str) -> Any:
-        done = subprocess.run(
-            [GRPO, "doctor", *arguments, "--json"],
-            env=clean_environment(**variables),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            preexec_fn=before,
-            check=False,
-        )
+        words, environment = ["doctor", *arguments, "--json"], clean_environment(**variables)
+        if before or "LC_ALL" in variables:  # Python reads it when it starts
+            done = subprocess.run(
+                [GRPO, *words], env=environment, capture_output=True, text=True, timeout=60, preexec_fn=before
+            )
+        else:
+            done = run_grpo(*words, env=environment)
         assert done.stdout, done.stderr
         return done.returncode, {result["name"]: result for result in json.loads(done.stdout)["checks"]}
 

@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from grpo_command import run_grpo
 
 from grpo_recipes.cli import main
 from grpo_recipes.console.doctor import MACHINE, RECIPE, RUN
 from grpo_recipes.console.doctor.examine import get_check_name
 from grpo_recipes.plan.devices import environment_device
 
-GRPO = str(Path(sys.executable).with_name("grpo"))
 SMOKE = str(Path(__file__).resolve().parents[3] / "recipes/smoke/grpo.yaml")
 on_cpu = pytest.mark.skipif(environment_device() != "cpu", reason="the smoke recipe needs a CPU environment")
 
 
 def run_doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    import os
-
-    return subprocess.run(
-        [GRPO, "doctor", *arguments],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run_grpo("doctor", *arguments, env={**os.environ, "HF_HUB_OFFLINE": "1", **variables})
 
 
 def test_every_check_is_a_line_and_what_to_do_stands_below(tmp_path: Path):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from grpo_command import run_grpo
 
 from grpo_recipes.console.report import next_steps
 from grpo_recipes.console.report.next_steps import Card, make_cards
@@ -118,7 +117,5 @@ def test_the_command_of_every_card_is_valid(tmp_path: Path, recipe: str, setting
     assert {"--num_generations", "--max_completion_length"} <= {flag.split()[0] for flag in flags}
     assert ("--maxent_tau 0.25" in flags) == (recipe == "maxent.yaml")
     assert {shlex.split(command)[2] for command in commands} == {str(folder / "recipe.yaml")}
-    grpo = str(Path(sys.executable).with_name("grpo"))
-    argv = [grpo, "check", str(folder / "recipe.yaml"), *shlex.split(" ".join(flags))]
-    checked = subprocess.run(argv, capture_output=True, text=True, check=False)
+    checked = run_grpo("check", str(folder / "recipe.yaml"), *shlex.split(" ".join(flags)))
     assert checked.returncode == 0, checked.stdout + checked.stderr

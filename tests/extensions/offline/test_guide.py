@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from grpo_command import run_python
 
 from grpo_recipes import smoke
 from grpo_recipes.paths import find_code_root
@@ -67,8 +67,7 @@ def dry_run(command: str, folder: Path, checkpoint: str) -> subprocess.Completed
     """Plan a command like a shell would run it, with an existing model folder."""
     words = shlex.split(command.replace("/path/to/checkpoint", checkpoint))
     assert words[:2] == ["python", "run_offline_grpo.py"]
-    argv = [sys.executable, "-m", "grpo_recipes.extensions.offline.main", *words[2:], "--dry-run"]
-    return subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return run_python("-m", "grpo_recipes.extensions.offline.main", *words[2:], "--dry-run", cwd=folder)
 
 
 @pytest.mark.parametrize("command", GUIDE)
