@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import importlib.metadata
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +23,7 @@ from grpo_recipes.plan.devices import Node, Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.ports import _RESERVED
 from grpo_recipes.plan.types import Names, Plan
+from grpo_recipes.process.startup import freeze_imports
 from grpo_recipes.recipe import Recipe, read_recipe
 from grpo_recipes.recipe.check import check
 from grpo_recipes.slurm.client import SlurmJob
@@ -27,6 +31,12 @@ from grpo_recipes.slurm.client import SlurmJob
 __all__ = ["pytest_configure", "pytest_runtest_logreport"]
 
 collect_ignore_glob = left_out_files()
+
+# accelerate parses the metadata of PEFT and DeepSpeed in each training step, and TRL lists all installed packages.
+importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+importlib.metadata.packages_distributions = functools.cache(importlib.metadata.packages_distributions)
+# Modules are never garbage: collections search them neither while they are imported nor later.
+gc.disable()
 
 # The same examples in every run; --hypothesis-profile=explore draws others.
 settings.register_profile("same", derandomize=True, deadline=None)
@@ -59,6 +69,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if needs_deleted(item.name, getattr(item, "originalname", item.name))]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """Exempt all imported modules from garbage collection."""
+    freeze_imports()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,6 +1,7 @@
 """Run a module of the tests in several ranks, forked from a process that has imported torch, TRL and the trainers.
 
     run_ranks("trainers.fixed_completions", str(folder))
+    process = start_module("weights.nccl_sides", "receive", "1", "1", variables=os.environ, output=log)
 
 The ranks have the variables of torchrun, or of `accelerate launch` for an ``accelerator``. Their own start would take
 20 s of processor time for each rank.
@@ -15,6 +16,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -33,7 +35,6 @@ def run_ranks(
     ``accelerator`` names one of TRL's configuration files, such as ``zero2``. Raise AssertionError if a rank fails or
     the ranks take more than ``seconds``; then no rank is left.
     """
-    start_fork_server()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -43,14 +44,11 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / str(rank) for rank in range(count)]
         ranks = [
-            _FORKS.Process(
-                target=become_rank,
-                args=(module, arguments, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, output),
+            start_module(
+                module, *arguments, variables={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, output=output
             )
             for rank, output in enumerate(outputs)
         ]
-        for rank in ranks:
-            rank.start()
         try:
             wait_for_ranks(ranks, seconds)
         finally:
@@ -60,6 +58,16 @@ def run_ranks(
         texts = [output.read_text() if output.exists() else "" for output in outputs]
         assert not any(rank.exitcode for rank in ranks), "\n".join(text[-3000:] for text in texts)
         return texts
+
+
+def start_module(
+    module: str, *arguments: str, variables: Mapping[str, str], output: Path
+) -> multiprocessing.context.ForkServerProcess:
+    """Start ``python -m MODULE ARGUMENTS`` with these environment variables, and its output in a file."""
+    start_fork_server()
+    process = _FORKS.Process(target=become_module, args=(module, arguments, dict(variables), output))
+    process.start()
+    return process
 
 
 def start_fork_server() -> None:
@@ -73,7 +81,7 @@ def start_fork_server() -> None:
         os.environ.update(before)
 
 
-def become_rank(module: str, arguments: tuple[str, ...], variables: dict[str, str], output: Path) -> None:
+def become_module(module: str, arguments: tuple[str, ...], variables: dict[str, str], output: Path) -> None:
     """Run the module in this process, with its output in a file."""
     assert "trl" in sys.modules, "rank_imports was not imported: run it alone to see why"
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+import datasets
 import torch.distributed
 from accelerate import PartialState
 
@@ -55,6 +56,8 @@ def seen(loaded: Prompts) -> dict:
 
 
 def main(folder: Path, attempts: list[dict]) -> None:
+    os.environ["GRPO_RUN_DIR"] = str(folder / "run")
+    datasets.config.HF_DATASETS_CACHE = folder / "hf"
     PartialState(cpu=True)
     assert torch.distributed.get_world_size() == 2
     outcomes = []

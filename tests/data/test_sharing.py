@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from rank_processes import run_ranks
 
 TEMPLATE = "{{ messages[-1]['content'] }}!"
 ATTEMPTS = {
@@ -30,19 +26,7 @@ def outcomes(tmp_path_factory) -> dict[str, tuple[dict, dict]]:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = {"dataset_name": str(folder / "train.jsonl"), "eval_dataset_name": str(folder / "test.jsonl")}
     attempts = json.dumps([{**files, **keys} for keys in ATTEMPTS.values()])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    shared |= {"GRPO_RUN_DIR": str(folder / "run"), "HF_HOME": str(folder / "hf")}
-    script = Path(__file__).with_name("shared_by_ranks.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, folder, attempts], env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank}
-        )
-        for rank in ("0", "1")
-    ]
-    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    run_ranks("data.shared_by_ranks", str(folder), attempts)
     first, second = (json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2))
     return dict(zip(ATTEMPTS, zip(first, second, strict=True), strict=True))
 

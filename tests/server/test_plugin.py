@@ -75,7 +75,7 @@ def test_the_engine_ends_with_a_server_that_is_killed(tmp_path: Path, role: str 
 
 
 FORKED = """
-import os
+import os, sys
 import torch
 from grpo_recipes.server import plugin
 
@@ -91,29 +91,31 @@ def print_cores_of_a_child():
     os.wait()
 
 torch.set_num_threads(3)
-os.environ["VARIABLE"] = "0-1"  # the user's
+settings = [setting.split(" ") for setting in sys.argv[1:]]
+for variable, _ in settings:
+    os.environ[variable] = "0-1"  # the user's
 plugin._fork_engine(FakePlatform)
 FakePlatform.check_and_update_config(None)
 print(os.environ["VLLM_WORKER_MULTIPROC_METHOD"], flush=True)
 print_cores_of_a_child()
-os.environ["VARIABLE"] = "VALUE"
-print_cores_of_a_child()
+for variable, value in settings:
+    os.environ[variable] = value
+    print_cores_of_a_child()
+    os.environ[variable] = "0-1"
 """
 
 
-@pytest.mark.parametrize(
-    "variable, value",
-    [
-        ("GOMP_CPU_AFFINITY", "CORE"),
-        ("OMP_PLACES", "{CORE}"),
-        ("KMP_AFFINITY", "granularity=fine,explicit,proclist=[CORE]"),
-    ],
-)
-def test_on_cpu_the_engine_is_forked_and_a_worker_uses_the_cores_that_vllm_chose(variable: str, value: str) -> None:
+def test_on_cpu_the_engine_is_forked_and_a_worker_uses_the_cores_that_vllm_chose() -> None:
     cores = sorted(os.sched_getaffinity(0))
-    script = FORKED.replace("VARIABLE", variable).replace("VALUE", value.replace("CORE", str(cores[-1])))
+    settings = (
+        f"GOMP_CPU_AFFINITY {cores[-1]}",
+        f"OMP_PLACES {{{cores[-1]}}}",
+        f"KMP_AFFINITY granularity=fine,explicit,proclist=[{cores[-1]}]",
+    )
 
-    output = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, timeout=60, check=True)
+    output = subprocess.run(
+        [sys.executable, "-c", FORKED, *settings], text=True, capture_output=True, timeout=60, check=True
+    )
 
     engine, worker = ",".join(map(str, [*cores, 3])), f"{cores[-1]},1"
-    assert output.stdout.splitlines() == ["fork", engine, worker]
+    assert output.stdout.splitlines() == ["fork", engine, worker, worker, worker]

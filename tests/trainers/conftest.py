@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import trl
 
 from grpo_recipes.runs import stop_request as stop_module
 
@@ -21,13 +25,31 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def models_read_once() -> None:
+    """Let TRL copy a model that it has read before. Reading takes twice as long as all else that makes a trainer."""
+    read = trl.trainer.grpo_trainer.create_model_from_path
+
+    @functools.lru_cache(4)
+    def read_once(path: str, written: int, keys: tuple[tuple[str, Any], ...]) -> torch.nn.Module:
+        return read(path, **dict(keys))
+
+    def create_model(path: str, **keys: Any) -> torch.nn.Module:
+        weights = Path(path, "model.safetensors")
+        if not weights.exists():
+            return read(path, **keys)
+        return copy.deepcopy(read_once(path, weights.stat().st_mtime_ns, tuple(sorted(keys.items()))))
+
+    trl.trainer.grpo_trainer.create_model_from_path = create_model
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Save a random model and return its folder. A reference is read from disk."""
     folder = save_random_model(tmp_path_factory.mktemp("run") / "model")
+    gc.collect()
     gc.freeze()  # accelerate collects garbage before each training, half a second with all that is imported
-    yield str(folder)
-    gc.unfreeze()
+    return str(folder)
 
 
 @pytest.fixture(scope="module")

@@ -34,13 +34,20 @@ def count_equal_groups(folder: Path) -> int:
     return sum(len({total for total in group if total is not None}) < 2 for group in groups)
 
 
-def test_groups_with_equal_rewards_are_replaced(tmp_path: Path) -> None:
-    run(tmp_path / "plain", **SHORT)
-    assert count_equal_groups(tmp_path / "plain") > 2
-    run(tmp_path / "dynamic", **DYNAMIC)
-    assert count_equal_groups(tmp_path / "dynamic") == 0
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run with dynamic sampling."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "outcome.json").write_text(json.dumps(outcome(folder, run(folder, **DYNAMIC)[0])))
+    return folder
 
-    rows = rows_of(tmp_path / "dynamic" / "metrics.jsonl")
+
+def test_groups_with_equal_rewards_are_replaced(tmp_path: Path, uninterrupted: Path) -> None:
+    run(tmp_path, **SHORT)
+    assert count_equal_groups(tmp_path) > 2
+    assert count_equal_groups(uninterrupted) == 0
+
+    rows = rows_of(uninterrupted / "metrics.jsonl")
     assert all(row["frac_reward_zero_std"] == row["dynamic_sampling/groups_equal"] == 0 for row in rows)
     for row in rows:
         drawn, dropped = (row[f"dynamic_sampling/groups_{name}"] for name in ("drawn", "dropped"))
@@ -48,12 +55,11 @@ def test_groups_with_equal_rewards_are_replaced(tmp_path: Path) -> None:
         tokens = row["dynamic_sampling/tokens_per_useful_group"]
         assert GROUP <= tokens <= drawn * GROUP * 2  # a completion has one or two tokens
     assert any(row["dynamic_sampling/rounds"] > 0 for row in rows)
-    assert not any("dynamic" in key for row in rows_of(tmp_path / "dynamic" / "eval.jsonl") for key in row)
+    assert not any("dynamic" in key for row in rows_of(uninterrupted / "eval.jsonl") for key in row)
 
 
-def test_prompt_completion_answer_and_reward_stay_together(tmp_path: Path) -> None:
-    run(tmp_path, **DYNAMIC)
-    samples = [sample for row in rows_of(tmp_path / "samples.jsonl") for sample in row["samples"]]
+def test_prompt_completion_answer_and_reward_stay_together(uninterrupted: Path) -> None:
+    samples = [sample for row in rows_of(uninterrupted / "samples.jsonl") for sample in row["samples"]]
     assert len(samples) > 20
     for sample in samples:
         first, _, second = sample["prompt"].removeprefix("[user]\n").rstrip("=").partition("+")
@@ -75,18 +81,14 @@ def test_the_rounds_are_limited(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("phase", "step", "generation"), [("sample", 3, 2), ("score", 2, 1), ("update", 3, 1)])
 def test_a_stopped_run_equals_an_uninterrupted_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, step: int, generation: int
+    tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, phase: str, step: int, generation: int
 ) -> None:
     monkeypatch.setattr(stop_module, "POLL_SECONDS", 0.0)
-    uninterrupted = outcome(tmp_path / "whole", run(tmp_path / "whole", **DYNAMIC)[0])
-
-    folder = tmp_path / "stopped"
-    folder.mkdir()
-    _, stopped = run(folder, Moment(stop_file(folder).touch, phase, step, generation), **DYNAMIC)
+    _, stopped = run(tmp_path, Moment(stop_file(tmp_path).touch, phase, step, generation), **DYNAMIC)
 
     assert stopped is not None
-    trainer, stopped = run(folder, **DYNAMIC)
-    assert stopped is None and outcome(folder, trainer) == uninterrupted
+    trainer, stopped = run(tmp_path, **DYNAMIC)
+    assert stopped is None and outcome(tmp_path, trainer) == json.loads((uninterrupted / "outcome.json").read_text())
 
 
 @pytest.mark.parametrize("options", [(), ("ahead",)])

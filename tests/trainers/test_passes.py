@@ -19,7 +19,6 @@ from grpo_recipes.trainers.micro_batches import needs_trl_order
 from .fixed_completions import make_trainer, weights_of
 
 WIDTH, COMPLETION = 40, 30
-LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo"]
 
 
 def lognormal(rows: int, seed: int, longest: int) -> list[int]:
@@ -139,26 +138,23 @@ def test_rows_with_little_padding_are_fed_as_trl_does_it(tmp_path: Path, model: 
 
 @pytest.mark.parametrize(
     "keys",
-    [{"loss_type": name, "beta": 0.1} for name in LOSSES]
-    + [
-        {"importance_sampling_level": "sequence"},
-        {"num_iterations": 2, "steps_per_generation": 4},
+    [
+        {"beta": 0.1},
+        {"loss_type": "gmpo", "beta": 0.1},
+        {"num_iterations": 2, "steps_per_generation": 4, "max_steps": 4},
         {"entropy_coef": 0.1},
-        {"top_entropy_quantile": 0.4},
-        {"mask_truncated_completions": True},
-        {"maxent_objective": "tempered"},
         {"maxent_objective": "listwise", "maxent_beta": 0.5},
-        {"gradient_checkpointing": True},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_training_takes_the_steps_of_padded_rows(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
 ) -> None:
+    """test_micro_batches.py compares the gradients of the other losses and options with TRL's."""
     split, counts = passes.split_passes, []
     monkeypatch.setattr(passes, "split_passes", lambda groups, count: counts.append(count) or split(groups, count))
     kind = MaxEntGRPOTrainer if "maxent_objective" in keys else GRPOTrainer
-    keys = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 6} | keys
+    keys = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 2} | keys
     trainers = {}
     for name, trimmed in (("trimmed", True), ("padded", False)):
         trainer = trainers[name] = make_trainer(tmp_path / name, model, kind, trim_padding=trimmed, **keys)

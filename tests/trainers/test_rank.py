@@ -6,12 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
-from rank_processes import run_ranks
+from rank_processes import run_ranks, start_module
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from waiting import wait_for
 
@@ -19,51 +18,32 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.process.tree import is_alive
 from grpo_recipes.trainers.rank import check_sharing, check_updates, check_world, keep_outputs_as_computed
 
-# Imports the slow modules once. Then each input line starts a process: code, variables, error file.
+# Runs its second argument inside the record of a rank.
 SCRIPT = """
 import json, os, sys
-from pathlib import Path
-from grpo_recipes.errors import Problem, ConfigError
+from grpo_recipes.errors import ConfigError, Problem
 from grpo_recipes.process.reports import run_folder
 from grpo_recipes.trainers.rank import recording_rank
-for line in sys.stdin:
-    code, variables, errors = json.loads(line)
-    if not (child := os.fork()):
-        break
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-else:
-    os._exit(0)
-os.environ.update(variables)
-os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
 run = run_folder()
 with recording_rank(run):
-    path = run / "processes" / f"rank_{os.environ.get('RANK', '0')}.json"
+    path = run / "processes" / f"rank_{os.environ['RANK']}.json"
     assert json.loads(path.read_text())["pid"] == os.getpid() and "exit" not in json.loads(path.read_text())
-    exec(code)
+    exec(sys.argv[2])
 """
 
 
-@pytest.fixture(scope="module")
-def template() -> Iterator[subprocess.Popen[str]]:
-    """Start the parent process of every forked rank."""
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", SCRIPT], stdin=pipe, stdout=pipe, text=True) as process:
-        yield process
-        process.stdin.close()
-
-
 @pytest.fixture
-def rank(tmp_path, template):
-    """``rank(code, RANK=...)`` runs code inside a rank record and returns exit code, record and stderr."""
+def rank(tmp_path):
+    """``rank(code, RANK=...)`` runs code inside a rank record and returns exit code, record and output."""
     (tmp_path / "processes").mkdir()
 
     def run(code: str, number: str = "0") -> tuple[int, dict, str]:
-        variables = {"GRPO_RUN_DIR": str(tmp_path), "RANK": number}
-        print(json.dumps([code, variables, str(tmp_path / "stderr.txt")]), file=template.stdin, flush=True)
-        exit_code = int(template.stdout.readline())
+        variables = {**os.environ, "GRPO_RUN_DIR": str(tmp_path), "RANK": number}
+        output = tmp_path / "output.txt"
+        process = start_module("python_text", SCRIPT, code, variables=variables, output=output)
+        process.join(60)
         record = json.loads((tmp_path / f"processes/rank_{number}.json").read_text())
-        return exit_code, record, (tmp_path / "stderr.txt").read_text()
+        return process.exitcode, record, output.read_text()
 
     return run
 
@@ -82,11 +62,11 @@ def rank(tmp_path, template):
     ],
 )
 def test_a_rank_records_how_it_ended(rank, code, exit_code, cause):
-    returned, record, stderr = rank(code, "3")
+    returned, record, output = rank(code, "3")
     assert (returned, record["exit"], record["rank"]) == (exit_code, exit_code, 3)
     assert record["cause"] == cause
     assert record["time"] > 0
-    assert ("Traceback" in stderr) == code.startswith(("raise V", "raise K", "raise C"))
+    assert ("Traceback" in output) == code.startswith(("raise V", "raise K", "raise C"))
 
 
 @pytest.mark.parametrize("code", ["sys.exit(0)", "sys.exit()", "raise SystemExit"])

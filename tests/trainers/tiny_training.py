@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +65,9 @@ def train(
     ``held_out`` is the evaluation set, or a dict of sets; ``HELD_OUT`` by default. Callbacks know the trainer.
     """
     folder.mkdir(exist_ok=True)
-    torch.manual_seed(0)
     tokenizer = smoke.build_tokenizer()
+    model = copy.deepcopy(build_random_model())
+    torch.manual_seed(0)
     defaults = {
         "max_steps": STEPS,
         "max_completion_length": 4,
@@ -79,7 +82,7 @@ def train(
         **ON_CPU | defaults | keys,
     )
     trainer = GRPOTrainer(
-        model=smoke.build_model(tokenizer),
+        model=model,
         reward_funcs=[reward],
         args=args,
         train_dataset=as_dataset(SUMS),
@@ -97,6 +100,12 @@ def train(
     except StoppedOnRequest as stopped:
         return trainer, stopped
     return trainer, None
+
+
+@functools.cache
+def build_random_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return smoke.build_model(smoke.build_tokenizer())
 
 
 def save_random_model(folder: Path, seed: int = 0) -> Path:
@@ -120,5 +129,10 @@ def save_reward_model(folder: Path, labels: int = 1) -> Path:
 
 
 def as_dataset(sums: list[tuple[int, int]]) -> Dataset:
+    return _as_dataset(tuple(sums))
+
+
+@functools.cache
+def _as_dataset(sums: tuple[tuple[int, int], ...]) -> Dataset:
     rows = [{"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)} for a, b in sums]
     return Dataset.from_list(rows)

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import requests
 import torch
+from rank_processes import start_module
 from rotation import ROTATES
+from waiting import wait_for
 
 pytest.importorskip("vllm")
 
@@ -44,11 +46,12 @@ BUFFERS = [
 class Server:
     """A receiver in a separate process."""
 
-    def __init__(self, workers: int, replicas: int) -> None:
-        program = [sys.executable, nccl_sides.__file__, "receive", str(workers), str(replicas)]
-        self.process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=environment())
-        assert self.process.stdout
-        self.url = next(line for line in self.process.stdout if line.startswith("http://")).strip()
+    def __init__(self, workers: int, replicas: int, output: Path) -> None:
+        output.touch()
+        sizes = (str(workers), str(replicas))
+        self.process = start_module("weights.nccl_sides", "receive", *sizes, variables=environment(), output=output)
+        wait_for(lambda: "\nhttp://" in f"\n{output.read_text()}", "the server", 120)
+        self.url = next(line for line in output.read_text().splitlines() if line.startswith("http://"))
 
     def order(self, **orders: Any) -> None:
         """Clear its records and weights, and make it fail from now on as ordered. Without orders, it works."""
@@ -66,7 +69,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[Callable[[int, int], Server]]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int, int], Server]]:
     """``servers(WORKERS, REPLICAS)``: a server with so many workers in each replica.
 
     Each is started once while it lives: a start takes seconds.
@@ -74,14 +77,14 @@ def servers() -> Iterator[Callable[[int, int], Server]]:
     started: dict[tuple[int, int], Server] = {}
 
     def of(*sizes: int) -> Server:
-        if sizes not in started or started[sizes].process.poll() is not None:
-            started[sizes] = Server(*sizes)
+        if sizes not in started or not started[sizes].process.is_alive():
+            started[sizes] = Server(*sizes, tmp_path_factory.mktemp("server") / "output.txt")
         return started[sizes]
 
     yield of
     for server in started.values():
         server.process.kill()
-        server.process.wait()
+        server.process.join()
 
 
 @pytest.fixture(params=[(1, 1)])
@@ -226,6 +229,13 @@ def test_a_worker_that_fails_leaves_a_reason_though_the_collective_waits_for_it(
     assert message in next(line for line in capfd.readouterr().out.splitlines() if line.startswith("grpo: "))
 
 
+def test_a_server_without_the_transfer_is_refused_before_any_group(client, server, monkeypatch):
+    monkeypatch.setattr(client, "call_workers", lambda method: [[{"weight_transfer_config": None}]])
+    with pytest.raises(RuntimeError, match="no weight-transfer engine"):
+        client.init_communicator("cuda")
+    assert steps(server.seen().calls) == []
+
+
 def test_a_server_that_is_killed_in_the_middle_of_a_transfer_ends_it_with_its_cause(client, server, capfd):
     client.init_communicator("cuda")
     server.order(stands_at=1)
@@ -234,7 +244,7 @@ def test_a_server_that_is_killed_in_the_middle_of_a_transfer_ends_it_with_its_ca
         while server.seen().loads != [BUFFERS[:1]]:
             time.sleep(0.05)
         server.process.kill()
-        server.process.wait()
+        server.process.join()
 
     killed = run_in_thread(kill)
     began = time.monotonic()
@@ -244,13 +254,6 @@ def test_a_server_that_is_killed_in_the_middle_of_a_transfer_ends_it_with_its_ca
     assert time.monotonic() - began < nccl_sides.GLOO_SECONDS / 2
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("grpo: ")]
     assert len(lines) == 1 and "lost the connection to the vLLM server in /update_weights" in lines[0]
-
-
-def test_a_server_without_the_transfer_is_refused_before_any_group(client, server, monkeypatch):
-    monkeypatch.setattr(client, "call_workers", lambda method: [[{"weight_transfer_config": None}]])
-    with pytest.raises(RuntimeError, match="no weight-transfer engine"):
-        client.init_communicator("cuda")
-    assert steps(server.seen().calls) == []
 
 
 @pytest.mark.slow
