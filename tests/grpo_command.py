@@ -78,8 +78,15 @@ def _read(file: IO[bytes]) -> str:
     return file.read().decode().replace("\r\n", "\n")
 
 
-@functools.cache
 def _server() -> _Server:
+    """Return the server; start another if a test has ended all processes below pytest."""
+    if not _start_server().is_alive():
+        _start_server.cache_clear()
+    return _start_server()
+
+
+@functools.cache
+def _start_server() -> _Server:
     return _Server()
 
 
@@ -92,6 +99,9 @@ class _Server:
             argv = [sys.executable, __file__, str(theirs.fileno())]
             # It ends when this process has ended: its socket is then closed.
             self._process = subprocess.Popen(argv, cwd="/", stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def run(self, request: Mapping[str, Any], streams: list[int], timeout: float) -> int:
         """Run a process with these file descriptors as stdin, stdout and stderr, and return its exit code."""
@@ -109,7 +119,6 @@ class _Server:
         except BaseException:  # e.g. the test's own time limit: the next test gets another server
             self._process.kill()
             self._process.wait()
-            _server.cache_clear()
             raise
 
     def _receive(self, timeout: float | None) -> bytes:

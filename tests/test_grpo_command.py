@@ -63,6 +63,14 @@ def test_what_hangs_is_killed_and_the_next_is_run() -> None:
     assert "is not a command" in run_grpo("lunch").stderr
 
 
+def test_another_server_is_started_after_a_test_that_ended_all_processes_below_pytest() -> None:
+    run_python("-c", "")
+    server = grpo_command._server()._process
+    server.kill()
+    server.wait()
+    assert run_python("-c", "print('again')").stdout == "again\n"
+
+
 def test_the_server_ends_with_the_tests() -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(Path(grpo_command.__file__).parent)!r})\n"
