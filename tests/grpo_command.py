@@ -97,8 +97,11 @@ class _Server:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             argv = [sys.executable, __file__, str(theirs.fileno())]
+            settings = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
             # It ends when this process has ended: its socket is then closed.
-            self._process = subprocess.Popen(argv, cwd="/", stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+            self._process = subprocess.Popen(
+                argv, cwd="/", env=settings, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+            )
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
