@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,7 +73,9 @@ def make_trainer(folder: Path, rewards: list[Any], **changes: Any) -> GRPOTraine
 
 def own_rewards(folder: Path, code: str = REWARD, **keys: Any) -> list[Any]:
     """Load the reward ``own`` from ``code`` in a child process."""
-    (folder / "own.py").write_text(code)
+    written = folder / f"own-{os.getpid()}.py"
+    written.write_text(code)
+    written.replace(folder / "own.py")  # another rank may be reading it
     defaults = {"reward_isolation": "completion", "reward_workers": 1, "reward_timeout": 1.0, "reward_memory_gib": 1.0}
     defaults |= {"reward_environment": [], "reward_concurrency": 4, "dataset_mixture": None}
     defaults |= {"dataset_solution_column": "answer", "eval_dataset_solution_column": None}
