@@ -14,9 +14,9 @@ QUICK = -m "not slow and not soak
 # quick tests beside it.
 ALONE_FILES = tests/e2e $$(grep -rl "mark.alone" tests --include="test_*.py" --exclude-dir=e2e)
 NONE_CHOSEN = 5
-# The tests of these folders and files import torch. They and the others run at the same time, each in WORKERS processes: a process
-# of pytest-xdist imports every file that its pytest collects, so each process then imports half of the files. The output
-# of the first is printed after the second.
+# The tests of these folders and files import torch. They and the others run at the same time, each in WORKERS
+# processes: a process of pytest-xdist imports every file that its pytest collects, so each process then imports half
+# of the files. The output of the first is printed after the second.
 TORCH = $(addprefix tests/,algorithms data evaluate evidence rollouts server trainers weights atropos bench \
 	console/test_eval.py console/test_generate.py docs/test_episode_drawing.py docs/test_tables.py extensions/problems \
 	extensions/sft)
