@@ -51,12 +51,17 @@ def test_no_command_before_a_launch_imports_torch(arguments, tmp_path):
     assert done.stdout.splitlines()[-1] == "HEAVY []" and done.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "most"),
+    [(["check", SMOKE], 100), (["plan", SMOKE], 135), (["launch", SMOKE, "--dry-run"], 160)],
+    ids=["check", "plan", "launch"],
+)
 @on_cpu
-def test_check_imports_few_modules(tmp_path):
-    """The time of `grpo check` is mostly that of its imports."""
+def test_a_command_imports_few_modules(arguments, most, tmp_path):
+    """The time of a command before a launch is mostly that of its imports."""
     code = (
         "import json, sys\nbefore = set(sys.modules)\nfrom grpo_recipes.cli import main\n"
-        f"assert main(['check', {SMOKE!r}]) == 0\n"
+        f"assert main({arguments!r}) == 0\n"
         "print(json.dumps({name: getattr(sys.modules[name], '__file__', None) for name in set(sys.modules) - before}))"
     )
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
@@ -64,7 +69,7 @@ def test_check_imports_few_modules(tmp_path):
     modules = json.loads(done.stdout.splitlines()[-1])
     packages = {name.partition(".")[0] for name, file in modules.items() if "site-packages" in (file or "")}
     assert packages <= {"jinja2", "markupsafe", "packaging", "psutil", "xxhash", "yaml"}
-    assert sum(name.startswith("grpo_recipes") for name in modules) <= 130
+    assert sum(name.startswith("grpo_recipes") for name in modules) <= most
 
 
 def refused(done: subprocess.CompletedProcess[str]) -> str:

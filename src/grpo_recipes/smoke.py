@@ -19,11 +19,11 @@ import json
 import math
 import os
 import random
+import secrets
 import shutil
 import signal
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -141,7 +141,7 @@ def make_smoke_task(
     import torch
 
     out_dir.parent.mkdir(parents=True, exist_ok=True)
-    partial = out_dir.with_name(f".{out_dir.name}.{uuid.uuid4().hex}")
+    partial = out_dir.with_name(f".{out_dir.name}.{secrets.token_hex(16)}")
     partial.mkdir()
     threads = torch.get_num_threads()
     try:

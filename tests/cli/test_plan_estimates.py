@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from grpo_recipes import cli
-from grpo_recipes.cli import recipes
 from grpo_recipes.errors import EXIT_CONFIG_ERROR
 from grpo_recipes.launch import submission
 from grpo_recipes.paths import find_code_root
@@ -100,7 +99,7 @@ def test_steps_within_the_time_limit_by_an_earlier_run(plan, tmp_path, monkeypat
 
 def test_with_a_time_limit_of_its_own_slurm_is_not_asked(plan, monkeypatch):
     requests: list[object] = []
-    monkeypatch.setattr(recipes, "read_job_end_time", requests.append)
+    monkeypatch.setattr("grpo_recipes.cli.plan.read_job_end_time", requests.append)
     for flags, times in ((("--time", "1-0"), 0), ((), 1)):
         assert plan(*flags)[0] == 0 and len(requests) == times
 

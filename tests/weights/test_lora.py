@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from grpo_recipes.recipe.check import check
+from grpo_recipes.recipe.registry import ADAPTER
 from grpo_recipes.server.plugin import WeightReport
 from grpo_recipes.weights.lora import LoraClient
-from grpo_recipes.weights.transport import ADAPTER, BadAnswer
+from grpo_recipes.weights.transport import BadAnswer
 
 WIDTH, ROOM = 4, 8  # the model's width, and the largest LoRA rank of the server
 PARTS = ("q_proj", "k_proj", "v_proj")

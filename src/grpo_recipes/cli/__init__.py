@@ -32,7 +32,8 @@ from grpo_recipes.recipe.tasks import GRPO, MAXENT
 # The commands of the core, in the order of `grpo --help`.
 _COMMANDS = {
     **{name: f"grpo_recipes.cli.recipes:{name.replace('-', '_')}"
-       for name in ("new", "check", "check-rewards", "plan")},
+       for name in ("new", "check", "check-rewards")},
+    "plan": "grpo_recipes.cli.plan:plan",
     "keys": "grpo_recipes.cli.keys:keys",
     "fetch": "grpo_recipes.cli.fetch:fetch",
     **{name: f"grpo_recipes.cli.runs:{name}" for name in ("launch", "submit")},

@@ -1,6 +1,6 @@
-"""The commands for writing a recipe: `grpo new`, `check`, `check-rewards` and `plan`.
+"""The commands for writing a recipe: `grpo new`, `check` and `check-rewards`.
 
-Modules that import torch or datasets are imported inside the commands that need them, so that the others start fast.
+Modules of a launch, torch and datasets are imported inside the commands that need them, so that the others start fast.
 """
 
 from __future__ import annotations
@@ -8,26 +8,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import logging
 import os
 import re
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.cli import chosen_recipe, command, option, switch
-from grpo_recipes.cli.display import print_labelled
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error, mask_and_escape, translate_errors
-from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.fetch.hub import describe_gated_model
-from grpo_recipes.launch.resolve import choose_names
 from grpo_recipes.paths import display_path, shell_path
-from grpo_recipes.plan.commands import hub_environment
-from grpo_recipes.plan.devices import environment_device, find_resources
-from grpo_recipes.plan.estimates import estimate
-from grpo_recipes.plan.plan import format_plan, make_plan
+from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.process.reports import align_columns
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import choose_recipe, notes, reward_notes
@@ -41,7 +33,6 @@ from grpo_recipes.recipe.registry import list_reward_models
 from grpo_recipes.recipe.rendering import prompt_notes
 from grpo_recipes.recipe.sources import source_of
 from grpo_recipes.recipe.tasks import GRPO
-from grpo_recipes.slurm.client import parse_walltime, read_job_end_time
 
 if TYPE_CHECKING:
     from grpo_recipes.rewards.probe import ProbeCompletion, ProbeResult
@@ -50,7 +41,6 @@ _START = Path(__file__).parents[1] / "recipe/start"  # a recipe for each device,
 _SCHEMA_LINE = re.compile(r"\A# yaml-language-server: .*\n")
 _ROWS = 200  # default number of dataset rows for check-rewards
 _WIDTH = 60  # longest prompt or completion to print
-_MOST = 10_000  # upper limit of GPUs of a node, nodes, and GiB of a GPU
 
 
 @command(
@@ -138,6 +128,10 @@ def check(options: argparse.Namespace) -> int:
         if not options.json:
             print(*(f"grpo: note: {mask_and_escape(note)}\n" for note in report["notes"]), sep="", end="")
         if options.deep:
+            import logging
+
+            from grpo_recipes.plan.commands import hub_environment
+
             # Set these before the import, because the hub's clients read them once.
             os.environ.update(hub_environment(os.environ))
             os.environ.update({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"})
@@ -198,6 +192,9 @@ def check_rewards(options: argparse.Namespace) -> int:
         report["recipe"] = str(recipe.path)
         if source := source_of(recipe.__getitem__):
             raise config_error(display_path(recipe.path), *source.unchecked_rewards)
+        from grpo_recipes.fetch.assets import find_assets
+        from grpo_recipes.plan.commands import hub_environment
+
         os.environ.update(hub_environment(os.environ))
         # Imported here, because it loads TRL and datasets, which takes seconds.
         from grpo_recipes.rewards.probe import find_problems, probe_rewards, read_first_rows
@@ -261,54 +258,3 @@ def _format_failure(name: str, failure: ProbeCompletion) -> str:
     score = f"no score ({describe_unscored(name, failure.reason)})" if failure.value is None else f"{failure.value:.4g}"
     kind = "correct" if failure.right else "incorrect"
     return f"  {shorten(failure.prompt)}: {kind} answer {shorten(failure.completion)} gets {score}"
-
-
-@command(
-    "Show the processes that a launch would start",
-    option("--gpus", type=int, help="Plan for this number of GPUs (default: the visible GPUs)"),
-    option("--nodes", type=int, default=1, help="With --gpus: plan for this number of nodes with so many GPUs each"),
-    option("--gpu-memory", type=float, metavar="GIB", help="Memory of one GPU (default: of the visible GPUs)"),
-    option("--time", help="Time limit in Slurm's format, e.g. 72:00:00 (default: time limit of the job)"),
-    switch("-v", "--verbose", help="Print argv and environment of every process"),
-    switch("--json", help="Print the plan as JSON"),
-    takes_recipe=True,
-)
-def plan(options: argparse.Namespace) -> int:
-    """Print the plan of a launch on this machine or another one, with estimates of memory, disk and speed.
-
-    Raise ConfigError if an option is out of its range, or if the recipe can't run on these resources.
-    """
-    resources, gpus, gib = find_resources(os.environ), options.gpus, options.gpu_memory
-    if options.nodes > 1 and gpus is None:
-        raise config_error("--nodes", "needs --gpus, the number of GPUs of a node", "add --gpus 8")
-    fewest = 1 if options.nodes > 1 else 0
-    if not 1 <= options.nodes <= _MOST or not fewest <= (gpus or 0) <= _MOST:
-        problem = f"can't plan for {gpus or 0} GPUs on {options.nodes} nodes"
-        raise config_error("--gpus, --nodes", problem, "use --gpus 8 --nodes 2")
-    if gib is not None and not 1 <= gib <= _MOST:
-        raise config_error("--gpu-memory", f"no GPU has {gib:g} GiB", "use --gpu-memory 80")
-    if options.time is not None and not parse_walltime(options.time):
-        problem = f"'{options.time}' is not a time limit in Slurm's format"
-        raise config_error("--time", problem, "use --time 72:00:00")
-    if gpus is not None:
-        resources = replace(resources, device="cuda", gpus=tuple(str(index) for index in range(gpus)))
-        resources = resources.on_nodes(options.nodes)
-    if gib is not None or gpus is not None:
-        resources = replace(resources, gpu_gib=gib)
-    recipe = chosen_recipe(options, resources.device)
-    names = choose_names(recipe)
-    assets = find_assets(recipe, os.environ)
-    run_plan = make_plan(recipe, resources, os.environ, names, assets)
-    walltime: float | None
-    if options.time is not None:
-        walltime = parse_walltime(options.time)
-    else:
-        job_end = read_job_end_time(os.environ)
-        walltime = None if job_end is None else max(0.0, job_end - time.time())
-    estimates = estimate(run_plan, recipe, names, resources.gpu_gib, walltime)
-    if options.json:
-        print(json.dumps({**run_plan.as_json(), **asdict(estimates)}, indent=1))
-    else:
-        lines = format_plan(run_plan, estimates=estimates.lines(), argv=options.verbose).splitlines()
-        print_labelled(lines, 10)
-    return 0

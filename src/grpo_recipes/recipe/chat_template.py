@@ -5,6 +5,7 @@ check finds messages and tools of an environment that the template leaves out.
 """
 
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -94,8 +95,9 @@ def variables_of(templates: Iterable[str]) -> set[str] | None:
     return None
 
 
+@functools.cache
 def compiled(template: str, clock: datetime | None = None) -> Template:
-    """Compile a chat template and return it, as transformers does, without importing transformers for seconds.
+    """Compile a chat template and return it, as transformers does, without importing transformers for seconds; cached.
 
     ``clock`` is the time that the template reads, by default the current time. Raise TemplateSyntaxError for a broken
     template.

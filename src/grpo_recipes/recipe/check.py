@@ -334,10 +334,11 @@ def notes(recipe: Recipe) -> list[str]:
     if recipe.is_set(nan_filter) and recipe[nan_filter]:
         reason = "a loss that is not finite ends the run before the step"
         lines.append(f"{recipe.location(nan_filter)}: {nan_filter} hides nothing here: {reason}")
+    lines_of_file = f"{display_path(recipe.path)}:"
     for key in recipe.values:
         source = recipe.source(key)
         # A base file sets keys for different recipes, and the shell's variables apply to every run: no notes for them.
-        in_this_file = source.startswith(f"{display_path(recipe.path)}:")
+        in_this_file = source.startswith(lines_of_file)
         if (in_this_file or recipe.values[key].from_flag) and (requirement := missing_requirement(recipe, key)):
             lines.append(f"{source}: {key} does nothing without {requirement}")
     return lines

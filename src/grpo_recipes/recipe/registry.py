@@ -96,6 +96,7 @@ SYNC_TABLE = {
 }
 EXTERNAL = "external"  # an external server, which loads the weights from files
 NOT_WITH_LORA = ("zero3", "fsdp2")  # accelerators with which no method has been shown to send an adapter to vLLM
+ADAPTER = "grpo-adapter"  # the trained adapter's name at the server, used as the model of a request
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the sizes for which vLLM reserves memory
 # External servers, by the API that returns completions.
 SERVER_BACKENDS = ("vllm_server", "sglang_server")

@@ -84,7 +84,7 @@ def _date_note(template: str, prompt: list[Message], kwargs: Mapping[str, Any]) 
         texts = {render_with(template, {**kwargs, **variables}, clock)(prompt) for clock in _CLOCKS}
         return len(texts) > 1
 
-    if not varies({}):
+    if "strftime_now" not in template or not varies({}):
         return ""
     note = "the chat template writes the current date into prompts, so they differ from day to day"
     dates = sorted(name for name in variables_of([template]) or () if any(word in name for word in _DATE_WORDS))

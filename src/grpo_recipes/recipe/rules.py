@@ -143,8 +143,10 @@ def _unsupported(key: str) -> tuple[str, str]:
 
 @functools.cache
 def matching_keys(names: str) -> tuple[str, ...]:
-    """Return the keys of the catalog that match one of ``names``; names are separated by spaces, * is any ending."""
-    return tuple(key for key in catalogue() if any(fnmatchcase(key, name) for name in names.split()))
+    """Return the keys of the catalog that match one of ``names``; names are separated by spaces, * is any text."""
+    patterns = [name for name in names.split() if "*" in name]
+    keys = set(names.split())
+    return tuple(key for key in catalogue() if key in keys or any(fnmatchcase(key, name) for name in patterns))
 
 
 def is_url(text: str) -> bool:

@@ -13,11 +13,11 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import nn
 
+from grpo_recipes.recipe.registry import ADAPTER
 from grpo_recipes.server.plugin import ADAPTER_WEIGHTS, SYNC, fingerprint
 from grpo_recipes.server.wire import WORKERS_PATH
 from grpo_recipes.weights.client import BridgeClient
 from grpo_recipes.weights.guard import compute_sent_fingerprint, describe_checksum_error, find_differences
-from grpo_recipes.weights.transport import ADAPTER
 
 _PEFT_NAME = "default"  # name of the adapter in the trained model
 _LOAD_PATH = "/v1/load_lora_adapter"

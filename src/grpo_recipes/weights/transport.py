@@ -25,7 +25,6 @@ from grpo_recipes.server.wire import Completions
 
 # Steps of a weight transfer meet the trainer in a collective: a repeated request would wait without a partner.
 NOT_REPEATED = {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"}
-ADAPTER = "grpo-adapter"  # the trained adapter's name at the server, used as the model of a request
 QUICK_SECONDS = 5.0  # limit for an answer that a healthy server gives immediately
 Answer = TypeVar("Answer")
 

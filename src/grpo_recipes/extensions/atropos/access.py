@@ -18,7 +18,7 @@ from grpo_recipes.extensions.atropos.recipe import ENVIRONMENT_TOKEN, admits_env
 from grpo_recipes.paths import shell_path
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.weights.transport import ADAPTER
+from grpo_recipes.recipe.registry import ADAPTER
 
 SETTINGS = "atropos_serve.yaml"
 # total_steps of an environment, so that it runs until the training ends. max_steps would end it too early: run-api also

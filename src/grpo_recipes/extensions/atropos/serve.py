@@ -49,9 +49,9 @@ from grpo_recipes.extensions.atropos.server import NEUTRAL, RunServerConfig
 from grpo_recipes.fetch.assets import find_fetched_datasets
 from grpo_recipes.process.reports import run_folder, say
 from grpo_recipes.recipe import Recipe, read_frozen
+from grpo_recipes.recipe.registry import ADAPTER
 from grpo_recipes.recipe.user_code import REWARD_COPIES, load_object
 from grpo_recipes.runs.rundir import Run
-from grpo_recipes.weights.transport import ADAPTER
 
 SHIPPED: dict[str, type[RecipeEnv]] = {"arithmetic": ArithmeticEnv, "dataset": DatasetEnv}
 # Field of an environment's configuration -> why a run changes it. The environment sets all other fields.
