@@ -12,6 +12,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -179,4 +180,5 @@ if __name__ == "__main__":
     for name in IMPORTED:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    gc.freeze()  # else each process looks at all of their objects when it ends
     _run(_serve(socket.socket(fileno=int(sys.argv[1]))))
