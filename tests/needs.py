@@ -80,6 +80,7 @@ TESTS: dict[str, str] = {
     ),
     "test_a_recipe_of_another_project_is_answered_with_the_command_that_translates_it": MIGRATE,
     "test_a_resume_takes_a_changed_environment": ENVIRONMENTS,
+    "test_each_of_several_recipes_is_a_job_that_starts_from_the_model_before": SFT,
     "test_benchmarks[benchmark_unknown]": PROBLEMS,
     "test_runs_profiles_and_the_keys_of_a_sweep": CONSOLE,
     "test_the_help_lists_every_command_in_a_group_and_examples": WHOLE,
