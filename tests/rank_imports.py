@@ -5,8 +5,12 @@ No rank needs vLLM. TRL would import it wherever it is installed, which takes 8 
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+
 from grpo_recipes.process.startup import fast_imports
 
+importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)  # as in conftest.py
 with fast_imports("vllm"):
     import grpo_recipes.trainers.entry
     import grpo_recipes.trainers.maxent  # noqa: F401

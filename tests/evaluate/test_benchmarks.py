@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes import smoke
 from grpo_recipes.evaluate.benchmarks import (
     BenchmarkFailed,
     StoppedInBenchmarks,
@@ -31,20 +30,14 @@ from grpo_recipes.stats import pass_at_k_table
 sys.path.insert(0, str(Path(__file__).parents[1] / "trainers"))
 from tiny_training import train
 
-PHASES = (smoke.Phase(60, 1, 0.0, 3e-3, 0.1),)  # enough for some right answers
 ROWS = [{"problem": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(3)]
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def trainer(tmp_path_factory: pytest.TempPathFactory, known_sums: dict[str, Any]) -> Any:
     """Return a tiny trainer after training, with a model that knows some sums."""
-    folder = tmp_path_factory.mktemp("trained")
-    smoke.make_smoke_task(folder / "smoke", phases=PHASES)
-    trainer, _ = train(folder, max_steps=1, max_completion_length=6)
-    from transformers import AutoModelForCausalLM
-
-    known = AutoModelForCausalLM.from_pretrained(folder / "smoke" / "model")
-    trainer.model.load_state_dict(known.state_dict())
+    trainer, _ = train(tmp_path_factory.mktemp("trained"), max_steps=1, max_completion_length=6)
+    trainer.model.load_state_dict(known_sums)
     return trainer
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes import smoke
 from grpo_recipes.evaluate.benchmarks import StoppedInBenchmarks, run_benchmarks
 from grpo_recipes.extensions.environments.benchmarks import draw_benchmark_episodes, make_next_prompts
 from grpo_recipes.extensions.environments.episodes import Episodes
@@ -31,14 +30,10 @@ KEYS = {"environment_max_turns": 2, "environment_turn_length": 6, "environment_w
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def trainer(tmp_path_factory: pytest.TempPathFactory, known_sums: dict[str, Any]) -> Any:
     """Return a tiny trainer after training, with a model that knows some sums."""
-    folder = tmp_path_factory.mktemp("trained")
-    smoke.make_smoke_task(folder / "smoke", phases=(smoke.Phase(100, 1, 0.0, 3e-3, 0.1),))
-    trainer, _ = train(folder, max_steps=1, max_completion_length=24)
-    from transformers import AutoModelForCausalLM
-
-    trainer.model.load_state_dict(AutoModelForCausalLM.from_pretrained(folder / "smoke" / "model").state_dict())
+    trainer, _ = train(tmp_path_factory.mktemp("trained"), max_steps=1, max_completion_length=24)
+    trainer.model.load_state_dict(known_sums)
     return trainer
 
 

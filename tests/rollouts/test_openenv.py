@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("found")
 HERE = Path(__file__).parent
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     needs("openenv:x")
     with socket.socket() as free:
@@ -38,22 +38,6 @@ def server() -> Iterator[str]:
             time.sleep(0.1)
         yield f"http://127.0.0.1:{port}"
         process.terminate()
-
-
-def test_a_server_of_openenv_is_played(server: str) -> None:
-    env = load_environment(f"openenv:{server}", {"action_field": "message", "observation_field": "text"})
-    for seed in 7, 8:
-        turns = play(env, seed, said(["7", "8"]))
-        assert [turn.messages for turn in turns[:1]] == [[{"role": "user", "content": f"say {seed}"}]]
-        assert [turn.reward for turn in turns] == [0.0, float(seed == 7), float(seed == 8)]
-        assert turns[-1].done and turns[-1].info == {"end": "0 left"}
-    other = load_environment(f"openenv:{server}", {"action_field": "said", "observation_field": "seen"})
-    with pytest.raises(ConfigError, match="observation_field: the server sends no 'seen'"):
-        other.reset(1)
-    with pytest.raises(ConfigError, match=r"did not answer step .*message"):
-        other.step("1")
-    with pytest.raises(ConfigError, match="raise the server's number of sessions"):
-        load_environment(f"openenv:{server}", {}).reset(1)
 
 
 def turn_of(server: str, episode: str, actions: list[str], observation: str = "", **arguments: str) -> str:
@@ -90,6 +74,23 @@ def test_episodes_that_fail_or_are_left_give_their_sessions_back(server: str) ->
         turn_of(server, f"generation {generation}/0", [])
         files.append(open_files())
     assert files == files[:1] * 6
+
+
+def test_a_server_of_openenv_is_played(server: str) -> None:
+    """Runs last: it leaves all sessions of the server in use."""
+    env = load_environment(f"openenv:{server}", {"action_field": "message", "observation_field": "text"})
+    for seed in 7, 8:
+        turns = play(env, seed, said(["7", "8"]))
+        assert [turn.messages for turn in turns[:1]] == [[{"role": "user", "content": f"say {seed}"}]]
+        assert [turn.reward for turn in turns] == [0.0, float(seed == 7), float(seed == 8)]
+        assert turns[-1].done and turns[-1].info == {"end": "0 left"}
+    other = load_environment(f"openenv:{server}", {"action_field": "said", "observation_field": "seen"})
+    with pytest.raises(ConfigError, match="observation_field: the server sends no 'seen'"):
+        other.reset(1)
+    with pytest.raises(ConfigError, match=r"did not answer step .*message"):
+        other.step("1")
+    with pytest.raises(ConfigError, match="raise the server's number of sessions"):
+        load_environment(f"openenv:{server}", {}).reset(1)
 
 
 def test_a_server_that_is_not_there_is_named() -> None:

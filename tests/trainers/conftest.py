@@ -41,6 +41,14 @@ def models_read_once() -> None:
         return copy.deepcopy(read_once(path, weights.stat().st_mtime_ns, tuple(sorted(keys.items()))))
 
     trl.trainer.grpo_trainer.create_model_from_path = create_model
+    trl.trainer.utils.version = functools.cache(trl.trainer.utils.version)  # five packages in each checkpoint's card
+
+
+@pytest.fixture(scope="session", autouse=True)
+def seeds_of_the_cpu() -> None:
+    """Do not store each seed, and the stack of its call, for a GPU that torch may initialize later."""
+    if not torch.cuda.is_available():
+        torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
 
 
 @pytest.fixture(scope="module")

@@ -28,9 +28,14 @@ SMOKE = {
 @pytest.fixture
 def sums(read: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Recipe]:
     """``sums(KEY=VALUE, ...)``: a recipe on a local file of sums, with keys changed."""
-    data = tmp_path / "sums.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in smoke.split_sums()[0]))
+    data = write_sums(tmp_path, 8)
     return lambda **changes: read(**{**SMOKE, "dataset_name": str(data), **changes})
+
+
+def write_sums(folder: Path, rows: int) -> Path:
+    file = folder / "sums.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in smoke.split_sums()[0][:rows]))
+    return file
 
 
 def seen(recipe: Recipe, tmp_path: Path) -> str:
@@ -44,6 +49,7 @@ def refused(recipe: Recipe, tmp_path: Path) -> list[str]:
 
 
 def test_the_first_prompt_its_tokens_its_end_and_the_scores(sums, tmp_path):
+    write_sums(tmp_path, 80)
     told = seen(sums(system_prompt="Add."), tmp_path)
     assert "first prompt, 13 tokens:\n<|system|>Add.<|im_end|><|user|>5+9=<|im_end|><|assistant|>" in told
     assert "64 of the first 64 fit; 13 to 13 tokens" in told
@@ -73,13 +79,13 @@ def test_a_reward_model_without_a_chat_template(sums, tmp_path):
 def test_a_very_long_prompt_is_announced_and_cut(sums, tmp_path, capsys):
     """M9: a prompt of 10 MB took 46 s without output and was printed in full."""
     data = tmp_path / "long.jsonl"
-    prompts = [f"first {'1 + ' * 400_000} last", "2+2="]
+    prompts = [f"first {'1 + ' * 250_000} last", "2+2="]
     data.write_text("".join(json.dumps({"problem": prompt, "answer": "4"}) + "\n" for prompt in prompts))
     told = seen(sums(dataset_name=str(data)), tmp_path)
-    assert "grpo: counting the tokens of 2 prompts, 1,600,015 characters in all" in capsys.readouterr().err
-    assert len(told) < 5000 and "first prompt, 1600" in told
+    assert "grpo: counting the tokens of 2 prompts, 1,000,015 characters in all" in capsys.readouterr().err
+    assert len(told) < 5000 and "first prompt, 1000" in told
     assert "<|user|>first 1 + 1" in told and "+ 1 +  last<|im_end|><|assistant|>" in told
-    assert re.search(r"\n… 1,59\d,\d{3} of 1,600,\d{3} characters are left out …\n", told)
+    assert re.search(r"\n… 99\d,\d{3} of 1,000,\d{3} characters are left out …\n", told)
     seen(sums(), tmp_path)
     assert "counting" not in capsys.readouterr().err
 
@@ -99,7 +105,7 @@ def test_a_value_that_only_trl_refuses(sums, tmp_path):
 def test_no_prompt_fits(sums, tmp_path):
     (problem,) = refused(sums(max_prompt_length=5), tmp_path)
     assert (
-        "none of 64 prompts fits, the shortest has 7 tokens" in problem
+        "none of 8 prompts fits, the shortest has 7 tokens" in problem
         and "set max_prompt_length: 7, the longest of these, or more" in problem
     )
 

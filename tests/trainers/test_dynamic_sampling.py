@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GROUP = 4
 SHORT = {
     "max_completion_length": 2,
+    "max_steps": 4,
     "report_samples": 100,
     "log_completions": False,
 }  # two characters often give a group equal rewards

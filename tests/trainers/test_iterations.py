@@ -32,15 +32,21 @@ def trained(folder: Path, model: str, monkeypatch: pytest.MonkeyPatch, **keys: A
     return trainer
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, model: str) -> tuple[Path, Any]:
+    """Return the folder and the trainer of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return folder, trained(folder, model, monkeypatch)
+
+
 def contents(folder: Path) -> dict[str, Any]:
     return {path.name: json.loads(path.read_text()) for path in sorted((folder / "metrics").iterdir())}
 
 
-def test_each_iteration_has_its_means_and_terms_that_add_up(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = trained(tmp_path, model, monkeypatch)
-    files = contents(tmp_path)
+def test_each_iteration_has_its_means_and_terms_that_add_up(whole: tuple[Path, Any]) -> None:
+    folder, trainer = whole
+    files = contents(folder)
     assert list(files) == ["train_iter_000.json", "train_iter_001.json"]
     logged = [row for row in trainer.state.log_history if "loss" in row]
     for iteration, content in enumerate(files.values()):
@@ -59,10 +65,9 @@ def test_each_iteration_has_its_means_and_terms_that_add_up(
         assert all(math.isfinite(value) for value in content.values() if isinstance(value, float))
 
 
-def test_terms_that_do_not_add_up_are_visible(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terms_that_do_not_add_up_are_visible(whole: tuple[Path, Any]) -> None:
     """S9: loss_pg is computed from the policy-gradient term, so that a wrong KL term breaks the sum."""
-    trained(tmp_path, model, monkeypatch)
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (whole[0] / "run/metrics.jsonl").read_text().splitlines()]
     args = SimpleNamespace(beta=0.1, entropy_coef=0.01)
     right = iterations.compute_train_metrics(0, rows, args)
     assert right["loss_pg"] + right["loss_kl"] + right["loss_entropy"] == pytest.approx(right["loss_total"], abs=1e-6)
@@ -77,7 +82,7 @@ def test_the_policy_gradient_term_is_the_loss_of_a_run_without_the_others(
 ) -> None:
     """S9: at the first step both runs have the same weights and completions, so the terms are equal."""
     base = yaml.safe_load((find_code_root() / "recipes/base/offline_grpo.yaml").read_text())
-    run_keys = {"max_steps": 4, "loss_type": base["loss_type"], **keys}
+    run_keys = {"max_steps": 1, "save_strategy": "no", "loss_type": base["loss_type"], **keys}
     trained(tmp_path / "both", model, monkeypatch, **run_keys)
     trained(tmp_path / "alone", model, monkeypatch, **run_keys, beta=0.0, entropy_coef=0.0)
     both, alone = (
@@ -128,19 +133,16 @@ def test_a_checkpoint_inside_an_iteration_is_no_iterations_and_a_moved_one_is_fo
     assert (link.name, link.resolve()) == ("iter_000", complete[1])
 
 
-def test_checkpoints_are_linked_by_iteration_and_only_the_last_stay(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained(tmp_path, model, monkeypatch)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["iter_001"]
-    assert (tmp_path / "checkpoints/iter_001").resolve() == tmp_path / "run/checkpoints/checkpoint-8"
-    assert (tmp_path / "checkpoints/iter_001/model.safetensors").exists()
+def test_checkpoints_are_linked_by_iteration_and_only_the_last_stay(whole: tuple[Path, Any]) -> None:
+    folder, _ = whole
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["iter_001"]
+    assert (folder / "checkpoints/iter_001").resolve() == folder / "run/checkpoints/checkpoint-8"
+    assert (folder / "checkpoints/iter_001/model.safetensors").exists()
 
 
 def test_a_continued_run_writes_what_an_uninterrupted_one_does(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained(tmp_path / "whole", model, monkeypatch)
     trained(tmp_path / "parts", model, monkeypatch, max_steps=6, save_steps=2, lr_scheduler_type="constant")
     assert list(contents(tmp_path / "parts")) == ["train_iter_000.json"]
     trained(tmp_path / "parts", model, monkeypatch, save_steps=2, lr_scheduler_type="constant")

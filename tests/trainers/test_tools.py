@@ -214,18 +214,21 @@ def test_results_have_no_gradient(make: Make) -> None:
 
 
 def test_a_time_limit_is_repeated_by_a_resumed_run(make: Make) -> None:
+    calls = [written("price", item="pear"), written("misbehave", how="sleep")]  # the first call has 10 s more
+
     def script(row: int, turn: int) -> str:
-        return "done" if turn else written("misbehave", how="sleep")
+        return "done" if turn or row > 1 else calls[row]
 
     first = make(script, environment_timeout=0.5)
     generate(first)
     first.source.close()
     again = make(script, environment_timeout=0.5)
-    calls: list[Any] = []
-    again.source._pool.score = lambda function, texts, **_: calls.extend(texts) or []  # type: ignore[method-assign]
+    repeated: list[Any] = []
+    score = again.source._pool.score
+    again.source._pool.score = lambda *given, **how: repeated.extend(given[1]) or score(*given, **how)  # type: ignore[method-assign]
     generate(again)
-    assert calls == []
-    assert again.source.played[0].turns[1].messages == first.source.played[0].turns[1].messages
+    assert len(repeated) == 1 and "price" in repeated[0]
+    assert again.source.played[1].turns[1].messages == first.source.played[1].turns[1].messages
 
 
 def test_tools_that_cannot_be_described_are_refused(tmp_path: Path) -> None:
