@@ -1,11 +1,11 @@
 """Measure the progress of environment recipes on CPU, with a vLLM server and with vLLM inside the trainer.
 
-    python bench/environments.py recipes/environments/*_smoke.yaml [--seeds 1 2 3 4] [--colocate 1]
+    python bench/environments.py recipes/environments/*_smoke.yaml [--seeds 1 2 3 4] [--colocate 1] [--unset KEY...]
 
 Runs ``grpo launch`` for each recipe and seed, with a server or, for the seeds of ``--colocate``, with vLLM inside the
 trainer. Each run adds a row to ``--out`` (bench/results/environments.jsonl): the reward before and after (the means of
-the first 3 and the last 5 steps), the final benchmark scores, the evaluation episodes before the first and after the
-last step, and seconds.
+the first 3 and the last 5 steps), the final benchmark scores, the rewards and episodes of the evaluations before the
+first and after the last step, and seconds. ``--unset`` runs the recipes without these keys.
 
 ``--scripted`` trains nothing. It plays the evaluation episodes of a SecretMafia recipe 16 times each with each of the
 ``BASELINES``, and adds a row with the baseline's name as mode: "blind" ignores the game and makes malformed moves half
@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,15 @@ BASELINES: dict[str, Callable[[Game, random.Random], str]] = {
 }
 
 
-def measure(recipe: Path, mode: str, seed: int) -> dict[str, Any]:
-    """Train with this recipe once, and return the row; raise a RuntimeError with the end of the output if it fails."""
+def measure(recipe: Path, mode: str, seed: int, unset: Sequence[str] = ()) -> dict[str, Any]:
+    """Train with this recipe once, without the keys ``unset``, and return the row.
+
+    Raise a RuntimeError with the end of the output if it fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "recipes").symlink_to(find_code_root() / "recipes")  # recipes name their files from the repository
         keys = ["--vllm_mode", mode, "--seed", str(seed), "--run_root", folder]
+        keys += [word for key in unset for word in ("--unset", key)]
         began = time.perf_counter()
         command = [*module_command("grpo_recipes", "launch", str(recipe)), *keys]
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
@@ -60,11 +65,12 @@ def measure(recipe: Path, mode: str, seed: int) -> dict[str, Any]:
         evaluated = (run / "eval.jsonl").read_text().splitlines() if (run / "eval.jsonl").exists() else []
     return {
         "recipe": str(recipe.resolve().relative_to(find_code_root())), "mode": mode, "seed": seed,
-        "steps": summary["steps"],
+        **({"unset": [*unset]} if unset else {}), "steps": summary["steps"],
         "initial_reward": round(statistics.fmean(row["reward"] for row in rows[:3]), 4),
         "final_reward": round(summary["final_reward"], 4),
         "episodes": _of_episodes(rows[0], "episodes/"),
         "evaluated": [_of_episodes(json.loads(line), "eval_episodes/") for line in evaluated],
+        "evaluated_rewards": [round(json.loads(line)["eval_reward"], 4) for line in evaluated],
         "benchmarks": summary.get("benchmarks", {}), "seconds": round(seconds, 1),
     }  # fmt: skip
 
@@ -118,6 +124,7 @@ def main() -> None:
     parser.add_argument("recipes", nargs="+", type=Path)
     parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3, 4])
     parser.add_argument("--colocate", nargs="*", type=int, default=[1])
+    parser.add_argument("--unset", nargs="*", default=[], metavar="KEY")
     parser.add_argument("--scripted", action="store_true", help="play the baselines; train nothing")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
@@ -130,8 +137,9 @@ def main() -> None:
         return
     for mode, seeds in (("server", args.seeds), ("colocate", args.colocate)):
         for seed, recipe in ((seed, recipe) for seed in seeds for recipe in args.recipes):
-            row = measure(recipe, mode, seed)
-            print(f"{recipe.stem} {mode} {seed}: {row['initial_reward']} -> {row['final_reward']}", flush=True)
+            row = measure(recipe, mode, seed, args.unset)
+            rewards = [row["initial_reward"], row["final_reward"]]
+            print(f"{recipe.stem} {mode} {seed}: {rewards}, evaluated {row['evaluated_rewards']}", flush=True)
             append_record(args.out, row, origin)
 
 
