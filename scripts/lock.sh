@@ -13,11 +13,12 @@ command -v uv >/dev/null || { echo "lock: uv is missing; install it with: pip in
 
 export_uv_settings python3
 
-# resolve NAME [OPTION...]: NAME.in becomes NAME.txt, without a header or comments that could hold local paths.
+# resolve NAME [OPTION...]: NAME.in becomes NAME.txt, without a header or comments that could hold local paths. The
+# overrides of pyproject.toml are for CPU, and would leave packages out of gpu.txt.
 resolve() {
     local name=$1
     shift
-    uv pip compile "$name.in" --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+    uv pip compile "$name.in" --quiet --no-config --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
         --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
         "${uv_options[@]}" "$@" --output-file "$name.txt.new"
 }
