@@ -26,6 +26,7 @@ from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.commands import base_environment
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
+from grpo_recipes.plan.replicas import with_replicas
 from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
@@ -101,6 +102,24 @@ def test_an_entry_script_of_the_user_is_copied(folder, monkeypatch) -> None:
     monkeypatch.setenv("TRAIN_ENTRYPOINT", "mine.py")
     run = frozen()
     assert (run.folder / "code/mine.py").read_text() == "# an entry\n"
+
+
+def test_the_chosen_number_of_replicas_is_frozen(folder, monkeypatch) -> None:
+    """A requeued job resolves its flags again, and resumes with the number of its first launch."""
+    flags = ("--vllm_data_parallel_size", "auto")
+
+    def fake_choice(recipe: Recipe, *_: object) -> Recipe:
+        return with_replicas(recipe, 2)
+
+    monkeypatch.setattr("grpo_recipes.plan.plan.choose_replicas", fake_choice)
+    run = frozen(*flags)
+    assert read_json(run.folder / "plan.json")["replicas"] == 2
+    assert "# --vllm_data_parallel_size\nvllm_data_parallel_size: 2\n" in (run.folder / "recipe.yaml").read_text()
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    for options in (Options(resume=str(run.folder)), Options(resume=str(run.folder), flags=flags)):
+        _, recipe = resolve_run(options, CPU)
+        assert recipe.server.data_parallel_size == 2
 
 
 def test_its_start_reads_the_frozen_recipe_whatever_the_environment_says(monkeypatch) -> None:

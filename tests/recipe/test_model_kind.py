@@ -70,10 +70,11 @@ def test_an_encoder_decoder_is_rejected(tmp_path, read) -> None:
     assert "Fix: set model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct or another text model" in problem
 
 
+@pytest.mark.parametrize("replicas", [2, "auto"])
 @pytest.mark.parametrize("config", [{"num_experts": 8}, {"text_config": {"n_routed_experts": 64}}], ids=str)
-def test_replicas_of_a_mixture_of_experts_are_rejected(tmp_path, read, config) -> None:
+def test_replicas_of_a_mixture_of_experts_are_rejected(tmp_path, read, config, replicas) -> None:
     """vLLM shards experts over all replicas, so the guard would find no replica with the whole model."""
-    keys = {"model_name_or_path": model(tmp_path / "model", **config), "vllm_data_parallel_size": 2}
+    keys = {"model_name_or_path": model(tmp_path / "model", **config), "vllm_data_parallel_size": replicas}
     problems = [str(problem) for problem in check(read(**keys), {}, "cuda")]
     assert any(
         "mixture of experts" in problem and problem.endswith("Fix: set vllm_data_parallel_size: 1")

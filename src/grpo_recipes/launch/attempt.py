@@ -22,6 +22,7 @@ from grpo_recipes.launch.resolve import record_job
 from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.plan.commands import base_environment, run_environment, tracker_environment
 from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.replicas import with_replicas
 from grpo_recipes.plan.roles import remove_access_files, write_access_files
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.process.reports import plural, print_line, say
@@ -145,7 +146,7 @@ def freeze_inputs(run: Run, recipe: Recipe, plan: Plan, update_rewards: bool = F
     With ``update_rewards``, ``run.json`` records the last step with the old rewards.
     """
     with recording_changes(run.folder):
-        rundir.write_atomically(run.folder / "recipe.yaml", recipe.as_yaml())
+        rundir.write_atomically(run.folder / "recipe.yaml", with_replicas(recipe, plan.replicas).as_yaml())
         for spec in recipe.run.callbacks:
             copy_source(spec, run.folder / "callbacks")
         plan.notes.extend(notes := copy_reward_files(user_code(recipe.__getitem__), run.folder, update_rewards))

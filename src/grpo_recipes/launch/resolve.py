@@ -17,6 +17,7 @@ from grpo_recipes.launch.rendezvous import Meeting
 from grpo_recipes.paths import CODE_VARIABLE, display_path
 from grpo_recipes.plan.commands import LOGS, log_folder
 from grpo_recipes.plan.devices import Resources, count_generation_completions
+from grpo_recipes.plan.replicas import with_replicas
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.process.reports import can_reach, say
 from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
@@ -108,6 +109,7 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
     if changed and not options.allow_changed_code:
         raise config_error("--resume", changed, "go back to that code, or add --allow-changed-code")
     recipe = read_frozen(run.folder / "recipe.yaml", options.flags, environment, options.keys)
+    recipe = with_replicas(recipe, run.plan.get("replicas", 1))  # a requeued job may have the flag ``auto``
     if recipe.source("model_revision") == "--model_revision":
         problem = "a resumed run uses the commit that it started with"
         raise config_error("--model_revision", problem, "remove --model_revision")
@@ -232,7 +234,7 @@ def choose_names(recipe: Recipe, run: Run | None = None) -> Names:
     Nothing is created. The served name is random.
     """
     stamp = rundir.timestamp()
-    name = run.name if run else (recipe.run.name or recipe.path.stem.removeprefix("config_"))
+    name = run.name if run else recipe.run_name
     folder = run.folder if run else (_run_root(recipe) / f"{name}-{stamp}").absolute()
     return Names(folder, name, f"{name}-{secrets.token_hex(4)}", stamp)
 

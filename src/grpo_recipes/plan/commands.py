@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from grpo_recipes.errors import config_error
 from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.paths import CODE_VARIABLE, cache_root, find_code_root, module_command
-from grpo_recipes.plan.devices import Resources, count_server_gpus
+from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.preflight import FLASHINFER_SAMPLER
 from grpo_recipes.plan.roles import describe_data, load_roles
 from grpo_recipes.plan.types import MEETING_SECONDS, Names, OnLoss, Plan, Process
@@ -254,7 +254,7 @@ def _plan_server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], nam
     for part in load_roles():
         variables |= part.server_variables(recipe, names)
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(plan.server_gpus)
-    if plan.device == "cpu" and count_server_gpus(recipe) > 1:
+    if plan.device == "cpu" and recipe.server.tensor_parallel_size * plan.replicas > 1:
         # By default vLLM requires a NUMA node for each worker.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = environment.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if plan.device == "cpu" and plan.replicas > 1:

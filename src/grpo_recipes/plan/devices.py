@@ -213,7 +213,7 @@ def require_shareable_gpu(recipe: Recipe, resources: Resources, mode: str, bridg
         reason = "NCCL can't join two processes on one GPU" if bridge == "nccl" else "a new server needs a free GPU"
         problem = f"vllm_gpu: shared and weight_sync: {bridge} can't be combined: {reason}"
         raise config_error(source, problem, "set weight_sync: file, or remove vllm_gpu")
-    if recipe.server.data_parallel_size > 1:
+    if recipe.server.replicas > 1:
         problem = "vllm_gpu: shared and vllm_data_parallel_size above 1 can't be combined: a replica needs its own GPU"
         raise config_error(source, problem, "remove vllm_gpu, or remove vllm_data_parallel_size")
     if recipe.server.node == "own":
@@ -248,12 +248,12 @@ def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[s
 
 def count_server_gpus(recipe: Recipe) -> int:
     """Return the number of GPUs of the vLLM server: all replicas together."""
-    return recipe.server.tensor_parallel_size * recipe.server.data_parallel_size
+    return recipe.server.tensor_parallel_size * recipe.server.replicas
 
 
 def _make_server_size_error(recipe: Recipe, problem: str, most: int) -> ConfigError:
     """Return the ConfigError for a server with more than ``most`` GPUs; ``problem`` follows its size in the message."""
-    parallel, replicas = recipe.server.tensor_parallel_size, recipe.server.data_parallel_size
+    parallel, replicas = recipe.server.tensor_parallel_size, recipe.server.replicas
     key, limit, size = "vllm_tensor_parallel_size", max(1, most // replicas), f"vllm_tensor_parallel_size {parallel}"
     if replicas > 1:
         size = f"vllm_data_parallel_size {replicas} x {size}"

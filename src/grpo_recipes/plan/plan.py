@@ -31,6 +31,7 @@ from grpo_recipes.plan.estimates import find_needs
 from grpo_recipes.plan.models import UnknownShape
 from grpo_recipes.plan.needs import GIB
 from grpo_recipes.plan.ports import plan_ports
+from grpo_recipes.plan.replicas import choose_replicas
 from grpo_recipes.plan.roles import describe_data, load_roles
 from grpo_recipes.plan.types import Names, Plan, Weighting
 from grpo_recipes.plan.workload import DEFAULT_SEQUENCES, Workload
@@ -65,8 +66,10 @@ def make_plan(
 
     CONFIG_FILE and the caches come from the user's ``environment``. Without ``names``, the plan has no processes. With
     ``sources``, the plan uses the folder of a downloaded model. A launch first reserves ports, downloads its sources
-    and makes its run directory, and then calls ``with_sources`` and ``with_processes``.
+    and makes its run directory, and then calls ``with_sources`` and ``with_processes``. With
+    ``vllm_data_parallel_size: auto``, earlier runs in run_root decide the plan's ``replicas``.
     """
+    recipe = choose_replicas(recipe, resources, lambda candidate: make_plan(candidate, resources, environment))
     mode = _choose_mode(recipe, resources)
     server_gpus, training_gpus = devices.split_gpus(recipe, resources, mode)
     most_trainers = devices.count_trainers(recipe, resources, training_gpus)
@@ -87,7 +90,6 @@ def make_plan(
         devices.require_exportable_memory(environment)
     # All nodes use the same number of threads, because it changes results on CPU. One core is left for the server.
     cores = min((nodes[trainers.node].cores - (mode != "colocate")) // trainers.count for trainers in placement)
-    use_recipe_host = recipe.is_set("vllm_server_host") or not resources.nodes
     plan = Plan(
         recipe=str(recipe.path),
         task=task,
@@ -106,12 +108,12 @@ def make_plan(
         eval_batch=devices.derive_eval_batch(recipe, batch),
         ports=plan_ports(recipe, resources.job),
         nodes=tuple(node.address for node in nodes),
-        server_host=recipe.server.host if use_recipe_host else nodes[0].address,
+        server_host=recipe.server.host if recipe.is_set("vllm_server_host") or len(nodes) == 1 else nodes[0].address,
         server_gpus=server_gpus,
         placement=placement,
         server_apart=server_apart,
         gpu_shared=gpu_shared,
-        replicas=recipe.server.data_parallel_size if mode == "server" else 1,
+        replicas=recipe.server.replicas if mode == "server" else 1,
         unused_gpus=devices.find_unused_gpus(resources, devices.list_used_gpus(server_gpus, placement)),
         accelerator=accelerator,
         accelerate_file=find_accelerate_file(accelerator, environment),
@@ -286,7 +288,7 @@ def _choose_mode(recipe: Recipe, resources: Resources) -> str:
         if recipe.sampling.overlap_generation:
             problem = "overlap_generation needs a second GPU for the server, but only one is visible"
             raise config_error(recipe.source("overlap_generation"), problem, "remove it, or request more GPUs")
-        if recipe.server.data_parallel_size > 1:
+        if recipe.server.replicas > 1:
             problem = "vllm_data_parallel_size needs a GPU for each replica, but only one is visible"
             fix = "remove it, or request more GPUs"
             raise config_error(recipe.source("vllm_data_parallel_size"), problem, fix)

@@ -75,7 +75,7 @@ def plan_ports(recipe: Recipe, job: SlurmJob | None) -> Ports:
         last = base + _BLOCK_SIZE - 1
         numbers = dict(zip(DEFAULT_PORTS, range(base, base + 3), strict=True))
         numbers |= {key: last - index for index, key in enumerate(extension_keys)}
-        internal = base + 3 if recipe.server.data_parallel_size == 1 else None
+        internal = base + 3 if recipe.server.replicas == 1 else None
     return _make_ports({key: recipe[key] if recipe.is_set(key) else port for key, port in numbers.items()}, internal)
 
 

@@ -9,22 +9,25 @@ from __future__ import annotations
 import contextlib
 import glob
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.types import Names, Plan
-from grpo_recipes.runs.health import finite_number
+from grpo_recipes.runs.health import drop_missing, finite_number
 from grpo_recipes.runs.progress import RowReader
 from grpo_recipes.runs.rundir import Run, format_duration
 
+Rows = list[dict[str, Any]]
 _TAIL_BYTES = 1 << 18  # read from the end of metrics.jsonl: a few hundred steps are enough for a median
 _MOST_RUNS = 200  # newest runs with the same name to read
 _MOST_ALIKE = 5  # newest comparable runs to use
 _WARM_UP_STEPS = 1  # the first step of a run compiles and fills caches
-# Values of the plan that comparable runs have equal.
-_ALIKE = ("task", "model", "flavour", "mode", "completions", "world_size", "tokens", "replicas")
+# Values of the plan that runs of the same experiment have equal. Runs of equal speed also have equal _DEVICES.
+EXPERIMENT = ("task", "flavour", "mode", "completions", "tokens")
+_DEVICES = ("model", "world_size", "replicas")
 
 
 @dataclass(frozen=True)
@@ -49,23 +52,19 @@ def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed
     """Return the median step time of comparable earlier runs, and the number of steps within ``walltime`` seconds.
 
     Comparable runs are in the same run_root and have the same name, model, batch, and numbers of trainers and replicas
-    (``_ALIKE``). The newest ``_MOST_ALIKE`` of them count, without their first step. ``seconds`` is None if there is
-    no such run. ``steps`` is None without such a run or without ``walltime``.
+    (``EXPERIMENT``, ``_DEVICES``). The newest ``_MOST_ALIKE`` of them count, without their first step. ``seconds`` is
+    None if there is no such run. ``steps`` is None without such a run or without ``walltime``.
     """
-    facts, medians = _speed_facts(plan.as_json()), list[float]()
-    folders = names.run_dir.parent.glob(f"{glob.escape(names.run)}-[0-9]*")  # for "fine", skip "fine-more"
-    for folder in sorted(folders, reverse=True)[:_MOST_RUNS]:  # newest timestamp first
-        with contextlib.suppress(ConfigError, OSError, ValueError):  # users may have edited the files of a run
-            run = Run(folder)
-            is_alike = run.identity.get("run_name") == names.run and _speed_facts(run.plan) == facts
-            rows = (
-                RowReader(folder / "metrics.jsonl", _TAIL_BYTES).read_new()
-                if is_alike and folder != names.run_dir
-                else []
-            )
-            seconds = [finite_number(row.get("seconds/step")) for row in rows if row["step"] > _WARM_UP_STEPS]
-            if known_seconds := [value for value in seconds if value]:
-                medians.append(statistics.median(known_seconds))
+    names_of_facts, medians = (*EXPERIMENT, *_DEVICES), list[float]()
+    facts = list_facts(plan.as_json(), names_of_facts)
+
+    def is_alike(run: Run) -> bool:
+        """Return whether a run is comparable, and not the planned run itself."""
+        return run.folder != names.run_dir and list_facts(run.plan, names_of_facts) == facts
+
+    for _, rows in read_runs(names.run_dir.parent, names.run, is_alike):
+        if seconds := median_seconds(rows, "step"):
+            medians.append(seconds)
         if len(medians) == _MOST_ALIKE:
             break
     median = statistics.median(medians) if medians else None
@@ -73,7 +72,24 @@ def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed
     return Speed(median, len(medians), walltime, steps)
 
 
-def _speed_facts(plan: Mapping[str, Any]) -> list[Any]:
-    """Return the values of a plan that comparable runs have in common."""
+def read_runs(run_root: Path, name: str, is_alike: Callable[[Run], bool]) -> Iterator[tuple[Run, Rows]]:
+    """Yield the newest comparable runs with a name, newest first, with their last rows except of the first step."""
+    folders = run_root.glob(f"{glob.escape(name)}-[0-9]*")  # for "fine", skip "fine-more"
+    for folder in sorted(folders, reverse=True)[:_MOST_RUNS]:  # newest timestamp first
+        with contextlib.suppress(ConfigError, OSError, ValueError):  # users may have edited the files of a run
+            run = Run(folder)
+            if run.identity.get("run_name") == name and is_alike(run):
+                rows = RowReader(folder / "metrics.jsonl", _TAIL_BYTES).read_new()
+                yield run, [row for row in rows if row["step"] > _WARM_UP_STEPS]
+
+
+def median_seconds(rows: Rows, phase: str) -> float | None:
+    """Return the median of a phase's seconds, or None if no row has them."""
+    seconds = drop_missing(finite_number(row.get(f"seconds/{phase}")) for row in rows)
+    return statistics.median(seconds) if seconds else None
+
+
+def list_facts(plan: Mapping[str, Any], names: Iterable[str]) -> list[Any]:
+    """Return values of a plan and its batch by their names."""
     facts = {"replicas": 1, **plan.get("batch", {}), **plan}  # earlier plans have no replicas
-    return [facts.get(key) for key in _ALIKE]
+    return [facts.get(name) for name in names]

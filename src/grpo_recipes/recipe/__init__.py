@@ -44,6 +44,11 @@ class Recipe(Sections):
     broken: frozenset[str] = frozenset()  # keys with an invalid value; empty after ``read_recipe``
     entry: str | None = None  # the user's entry script of the trainers; None for the script of the task
 
+    @property
+    def run_name(self) -> str:
+        """The name of its runs: the key ``run_name``, or by default the name of the file."""
+        return self.run.name or self.path.stem.removeprefix("config_")
+
     def __getitem__(self, key: str) -> Any:
         """Return the value of a key, e.g. ``recipe["use_peft"]``.
 

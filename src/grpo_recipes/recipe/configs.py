@@ -282,9 +282,10 @@ class GRPOConfig(trl.GRPOConfig):
         "Fraction of GPU memory for vLLM. Unless this is set, 0.9 of its own GPU, or 0.3 of a GPU that also trains "
         "(colocate, vllm_gpu: shared or weight_sync: shared).", min=0.05, max=1.0)
     vllm_tensor_parallel_size: int = key(1, "Number of GPUs that share one vLLM model.", min=1, max=MOST_GPUS)
-    vllm_data_parallel_size: int = key(1,
+    vllm_data_parallel_size: int | None = key(1,
         "Replicas of the vLLM server behind one URL. They share the requests, and each uses vllm_tensor_parallel_size "
-        "GPUs. On CPU, each replica computes with one thread.", min=1, max=MOST_GPUS)
+        "GPUs. On CPU, each replica computes with one thread. auto: the number with the shortest step, predicted from "
+        "the newest run of the recipe in run_root; 1 without such a run or on CPU.", min=1, max=MOST_GPUS, auto=True)
     vllm_enforce_eager: bool = key(False,
         "Run vLLM without CUDA graphs: it starts sooner and needs less memory, but samples more slowly. Always true on "
         "CPU.")

@@ -55,7 +55,7 @@ def kind_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Pr
     if starts_vllm and reads_pictures(config) and importlib.util.find_spec("torchvision") is None:
         fault = "the model reads pictures, and vLLM can't serve it without torchvision, which is not installed"
         yield recipe.problem(KEY, fault, f"{_TEXT_MODEL}, or set use_vllm: false")
-    if starts_vllm and recipe.server.data_parallel_size > 1 and has_experts(config):
+    if starts_vllm and recipe.server.data_parallel_size != 1 and has_experts(config):
         fault = "the model is a mixture of experts, and vLLM would give each replica only a part of the experts"
         yield recipe.problem("vllm_data_parallel_size", fault, "set vllm_data_parallel_size: 1")
 

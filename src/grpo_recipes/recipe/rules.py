@@ -324,6 +324,9 @@ RULES = (
         lambda r, key: f"{key} {r[key]} biases the importance-sampling correction (the trainer scores the full "
         "distribution)",
         lambda _, key: f"set {key}: {NEUTRAL_SAMPLING[key]}, or vllm_importance_sampling_correction: false"),
+    Rule("vllm_data_parallel_size", lambda r: r.server.data_parallel_size is None and r.server.gpu == "shared",
+        "vllm_gpu: shared and vllm_data_parallel_size: auto can't be combined: a replica needs its own GPU",
+        "remove vllm_gpu, or remove vllm_data_parallel_size"),
     Rule("vllm_importance_sampling_clip_max", lambda r: r.server.use_vllm and r.sampling.importance_sampling_correction
         and r.sampling.importance_sampling_clip_max is not None and r.sampling.importance_sampling_clip_max <= 0,
         "vllm_importance_sampling_clip_max {vllm_importance_sampling_clip_max:g} multiplies every gradient by 0",

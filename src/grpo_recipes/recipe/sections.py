@@ -252,7 +252,7 @@ class Server(Section):
     max_model_length = Key[int | None]("vllm_max_model_length")
     max_num_seqs = Key[int | None]("vllm_max_num_seqs")
     tensor_parallel_size = Key[int]("vllm_tensor_parallel_size")
-    data_parallel_size = Key[int]("vllm_data_parallel_size")
+    data_parallel_size = Key[int | None]("vllm_data_parallel_size")
     gpu_memory_utilization = Key[float]("vllm_gpu_memory_utilization")
     enforce_eager = Key[bool]("vllm_enforce_eager")
     enable_sleep_mode = Key[bool]("vllm_enable_sleep_mode")
@@ -263,6 +263,11 @@ class Server(Section):
     max_concurrent_requests = Key[int]("max_concurrent_requests")
     weight_sync = Key[str]("weight_sync")
     weight_sync_timeout = Key[float]("weight_sync_timeout")
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas; 1 for ``auto``, until ``make_plan`` chooses the number."""
+        return self.data_parallel_size or 1
 
 
 class Processes(Section):

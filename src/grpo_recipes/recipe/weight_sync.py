@@ -53,7 +53,7 @@ def sync_problem(
     server = recipe.server
     setups = [accelerator, "lora" if recipe.lora.use_peft else "full"]
     setups += ["tensor_parallel"] if server.tensor_parallel_size > 1 else []
-    setups += ["replicas"] if server.data_parallel_size > 1 else []
+    setups += ["replicas"] if server.data_parallel_size != 1 else []
     setups += ["nodes"] if apart else []
     working = f"weight_sync: {' or '.join(sync_methods_for(setups, device))}"
     key, name = "weight_sync", method

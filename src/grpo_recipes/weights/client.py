@@ -91,7 +91,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
 
     def __init__(self, *, args: GRPOConfig, run_dir: Path, seed: int | None, stop: StopRequest, **kwargs: Any) -> None:
         self._args, self._run_seed, self.stop = args, seed, stop
-        self._replicas = args.vllm_data_parallel_size
+        self._replicas = args.vllm_data_parallel_size or 1
         self._run_dir, self._state_file = run_dir, run_dir / SERVER_STATE
         self.vocabulary: int | None = None  # number of token ids of the trained model
         self.checksum_error: str | None = None  # why the last sync failed the checksum

@@ -1,0 +1,100 @@
+"""Choose the number of server replicas for ``vllm_data_parallel_size: auto`` from an earlier run of the recipe.
+
+Sampling time is proportional to 1 / replicas, and update time to 1 / trainers. The plan with the shortest step wins,
+among all plans that the GPUs allow for the same batch.
+
+    recipe = choose_replicas(recipe, resources, lambda candidate: make_plan(candidate, resources, environment))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from grpo_recipes.errors import ConfigError
+from grpo_recipes.plan.devices import Resources
+from grpo_recipes.plan.estimates import estimate_memory
+from grpo_recipes.plan.models import UnknownShape
+from grpo_recipes.plan.speed import EXPERIMENT, list_facts, median_seconds, read_runs
+from grpo_recipes.plan.types import Plan
+from grpo_recipes.process.reports import plural
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.document import Value
+from grpo_recipes.runs.rundir import Run
+
+KEY = "vllm_data_parallel_size"
+# Recipe keys that are equal in comparable runs.
+_ALIKE = ("model_name_or_path", "overlap_generation", "vllm_tensor_parallel_size", "vllm_node")
+
+
+def with_replicas(recipe: Recipe, count: int) -> Recipe:
+    """Return the recipe with this number of replicas if it has ``auto``; the source of the value stays."""
+    if recipe.server.data_parallel_size is not None:
+        return recipe
+    return recipe.with_value(KEY, Value(count, recipe.source(KEY)))
+
+
+def choose_replicas(recipe: Recipe, resources: Resources, make_plan: Callable[[Recipe], Plan]) -> Recipe:
+    """Return the recipe with a number of replicas instead of ``auto``, and with a note on the reason.
+
+    The newest earlier run with the same name, model, batch and server decides. Without such a run, and on CPU, the
+    number is 1. Raise ConfigError if ``make_plan`` rejects the recipe with one replica.
+    """
+    if recipe.server.data_parallel_size is not None:
+        return recipe
+    plan, overlaps = make_plan(with_replicas(recipe, 1)), recipe.sampling.overlap_generation
+    facts = list_facts(plan.as_json(), EXPERIMENT)
+
+    def choose(count: int, reason: str) -> Recipe:
+        """Return the recipe with this number, and with a note."""
+        return replace(with_replicas(recipe, count), notes=[*recipe.notes, f"{plural(count, 'replica')}: {reason}"])
+
+    def is_comparable(run: Run) -> bool:
+        """Return whether a run had the same experiment, with any number of replicas and trainers."""
+        same_keys = all(run.value(key) == recipe[key] for key in _ALIKE)
+        return same_keys and list_facts(run.plan, EXPERIMENT) == facts
+
+    if plan.mode != "server":
+        return with_replicas(recipe, 1)
+    if plan.device == "cpu":
+        return choose(1, "auto is 1 on CPU")
+    for run, rows in read_runs(Path(os.path.expanduser(recipe.run.root)), recipe.run_name, is_comparable):
+        sample, update = (median_seconds(rows, phase) for phase in ("sample", "update"))
+        if sample is None or not update:
+            continue
+        trainers, replicas = list_facts(run.plan, ("world_size", "replicas"))
+        # With overlap, ``sample`` is only the wait for the rest of a generation after the update.
+        generation, combine = (sample + update, max) if overlaps else (sample, sum)
+        seconds = {
+            other.replicas: combine(
+                (generation * replicas / other.replicas, update * trainers / other.batch.world_size)
+            )
+            for other in (plan, *_list_other_plans(recipe, resources, make_plan, plan))
+        }
+        gpus = f"{len(run.plan['server_gpus'])} + {trainers} GPUs"
+        times = f"sampled {sample:.3g} s and updated {update:.3g} s per step on {gpus}"
+        return choose(min(seconds, key=seconds.__getitem__), f"run {run.folder.name} {times}")
+    return choose(1, "no earlier run in run_root with this name, model and batch")
+
+
+def _list_other_plans(
+    recipe: Recipe, resources: Resources, make_plan: Callable[[Recipe], Plan], plan: Plan
+) -> Iterator[Plan]:
+    """Yield the plans with several replicas that have the batch of ``plan`` and whose trainers fit into memory."""
+    most = len(resources.all_nodes()[0].gpus) // recipe.server.tensor_parallel_size
+    for count in range(2, most + 1):
+        candidate = with_replicas(recipe, count)
+        with contextlib.suppress(ConfigError):
+            other = make_plan(candidate)
+            if other.batch.completions == plan.batch.completions and _fits(candidate, other, resources.gpu_gib):
+                yield other
+
+
+def _fits(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> bool:
+    """Return whether a trainer fits into a GPU of this memory, as far as that can be estimated."""
+    with contextlib.suppress(UnknownShape):
+        return estimate_memory(recipe, plan, gpu_gib)["trainer"].fits
+    return True
