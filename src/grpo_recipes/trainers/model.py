@@ -58,7 +58,7 @@ def model_init_kwargs(model_args: ModelConfig, args: GRPOConfig) -> dict[str, An
     return {name: value for name, value in kwargs.items() if value is not None}
 
 
-def save_model(trainer: InnerTrainer, folder: Path) -> None:
+def save_model(trainer: transformers.Trainer, folder: Path) -> None:
     """Write the model and its tokenizer to ``folder``. Called by every rank.
 
     LoRA runs write the merged model there, and the adapter to ``adapter/`` next to it. A folder is replaced only when
@@ -72,6 +72,7 @@ def save_model(trainer: InnerTrainer, folder: Path) -> None:
         partial = folder.with_name(f".{folder.name}.partial")
         save(partial)
         if is_main:
+            assert trainer.processing_class is not None
             trainer.processing_class.save_pretrained(partial)
             shutil.rmtree(folder, ignore_errors=True)
             partial.replace(folder)

@@ -1,7 +1,5 @@
 """Run the steps of a training process of supervised fine-tuning, in order. The entry script ``src/sft.py`` calls it."""
 
-from typing import Any
-
 from grpo_recipes.data import load_prompts
 from grpo_recipes.data.prompts import shorten
 from grpo_recipes.extensions.sft.trainer import SFTTrainer, make_config, make_rows
@@ -34,7 +32,7 @@ def train() -> None:
         continue_tracked_runs(args, run)
         args.model_init_kwargs = model_init_kwargs(model_args, args)
         exit_if_stopped(stop, run, args.device)
-        trainer: Any = SFTTrainer(
+        trainer = SFTTrainer(
             model=model_args.model_name_or_path,
             args=make_config(args),
             train_dataset=make_rows(prompts, args.chat_template_kwargs),
@@ -45,6 +43,7 @@ def train() -> None:
             stop=stop,
             max_length=script_args.sft_max_length,
         )
+        assert trainer.model is not None
         rank.check_model(run, trainer.accelerator, trainer.model, args)
         if trainer.accelerator.is_main_process:
             print(f"grpo: {prompts}; first prompt:\n{shorten(prompts.example)}")
