@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
-from grpo_recipes.server.wire import flatten_completions, pack_completions, unpack_completions
+from grpo_recipes.server.wire import Completions, flatten_completions, pack_completions, unpack_completions
 
 logprobs = st.floats(max_value=0.0, width=32, allow_nan=False)
 tokens = st.tuples(st.integers(0, 2**31 - 1), logprobs)
@@ -24,9 +25,21 @@ def test_the_same_bits_arrive(completions) -> None:
     assert arrived == ids
     lowest = [[[max(logprob, -9999.0)] for logprob in row] for row in scored]  # as JSON from vLLM had it
     assert of_each == lowest
+    assert [[[row[index][0]] for index in range(len(row))] for row in of_each] == lowest
+    assert pickle.loads(pickle.dumps(of_each)) == of_each != [*of_each, [[0.0]]]
     assert [math.copysign(1, logprob) for row in of_each for (logprob,) in row] == [
         math.copysign(1, logprob) for row in scored for logprob in row
     ]
+
+
+def test_a_row_has_only_its_own_log_probs_when_it_is_pickled() -> None:
+    bytes_of_row = [len(pickle.dumps(row)) for row in Completions(*lengths_and_tokens([3, 10_000])).rows()[1]]
+    assert bytes_of_row[0] < 1000 and 40_000 < bytes_of_row[1] < 41_000
+
+
+def lengths_and_tokens(lengths: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    tokens = np.arange(sum(lengths))
+    return np.array(lengths, np.int32), tokens.astype(np.int32), -tokens.astype(np.float32)
 
 
 def test_without_log_probs_none_travel() -> None:

@@ -6,7 +6,7 @@ OpenAI-compatible server would contain text, tokens as strings, and every log-pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -24,6 +24,30 @@ BYTES_PER_TOKEN = 8  # an id and a log-prob
 LOWEST_LOGPROB = -9999.0  # represents minus infinity, as in vLLM's own answers
 
 
+class TokenLogprobs:
+    """The log-probs of a completion, (T, 1), read like lists of one number: ``row[5][0]``, ``[x for (x,) in row]``.
+
+    It contains an array, because millions of lists take seconds to make and to pickle for the other ranks. The last
+    axis is TRL's, which allows the log-probs of several tokens at a position.
+    """
+
+    def __init__(self, logprobs: NDArray[np.float32]) -> None:
+        self._logprobs = logprobs
+
+    def __len__(self) -> int:
+        return len(self._logprobs)
+
+    def __getitem__(self, index: int) -> tuple[float]:
+        return (float(self._logprobs[index]),)
+
+    def __iter__(self) -> Iterator[tuple[float]]:
+        return zip(self._logprobs.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the numbers, also with lists of one number."""
+        return isinstance(other, TokenLogprobs | list) and [*map(list, self)] == [*map(list, other)]
+
+
 class Completions(NamedTuple):
     """Completions as flat arrays: the tokens of all completions, one after the other."""
 
@@ -31,16 +55,13 @@ class Completions(NamedTuple):
     ids: NDArray[np.int32]  # (sum of lengths,)
     logprobs: NDArray[np.float32] | None  # (sum of lengths,); None if none were requested
 
-    def rows(self) -> tuple[list[list[int]], list[list[list[float]]] | None]:
-        """Return lists of token ids, (B, T), and log-probs, (B, T, 1), or None without log-probs.
-
-        The last axis is TRL's, which allows the log-probs of several tokens at a position.
-        """
+    def rows(self) -> tuple[list[list[int]], list[TokenLogprobs] | None]:
+        """Return lists of token ids, (B, T), and log-probs, (B, T, 1), or None without log-probs."""
         ends = np.cumsum(self.lengths)[:-1]
         ids = [row.tolist() for row in np.split(self.ids, ends)]
         if self.logprobs is None:
             return ids, None
-        return ids, [row.tolist() for row in np.split(self.logprobs[:, None], ends)]
+        return ids, [TokenLogprobs(row) for row in np.split(self.logprobs, ends)]
 
 
 def flatten_completions(ids_BT: Sequence[Sequence[int]], logprobs_BT: Sequence[Sequence[float]] | None) -> Completions:

@@ -202,7 +202,7 @@ class Checkpoints:
             raise FileNotFoundError(f"{path} is missing: the checkpoint was made with another number of processes")
         _require_files(folder, f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth")
         load()
-        # weights_only=False is safe for a file that this run wrote: it contains plain containers and tensors.
+        # weights_only=False is safe for a file that this run wrote: it contains plain containers, tensors and arrays.
         state: dict[str, Any] = torch.load(path, map_location=args.device, weights_only=False)
         if missing := [name for name in (*self._unsaved, "buffered") if name not in state]:
             raise ValueError(f"{path} has no {', '.join(missing)}: it was saved with other keys, or by other code")

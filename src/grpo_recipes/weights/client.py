@@ -38,6 +38,7 @@ from grpo_recipes.server.wire import (
     BYTES_PER_TOKEN,
     COMPLETIONS_PATH,
     REPLICA_HEADER,
+    TokenLogprobs,
     flatten_completions,
     unpack_completions,
 )  # fmt: skip
@@ -69,7 +70,7 @@ _NOTICE_SECONDS = 90.0  # time until the launcher notices that its server is gon
 _MARGIN_SECONDS = 60.0  # added to a server start: the launcher first ends the old server and writes its state
 Metadata = list[tuple[str, str, list[int]]]  # name, dtype and shape of each tensor, in order
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
-Rows = tuple[list[list[int]], list[list[list[float]]] | None]  # ids of completions, and log-probs, (B, T, 1)
+Rows = tuple[list[list[int]], list[TokenLogprobs] | None]  # ids of completions, and log-probs, (B, T, 1)
 _TRL_SAMPLING = {  # TRL's defaults for sampling parameters that the caller does not set
     name: parameter.default
     for name, parameter in inspect.signature(VLLMClient.generate).parameters.items()
