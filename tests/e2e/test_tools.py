@@ -12,6 +12,41 @@ from rotation import ROTATES
 
 pytestmark = [pytest.mark.slow, pytest.mark.rotating]
 FOLDER = REPOSITORY / "recipes/environments"
+CLASS = """
+import json
+
+class Shop:
+    def __init__(self, file):
+        self.prices, self.calls = json.load(open(file)), 0
+
+    def reset(self, **row):
+        assert row["solution"] and row["prompt"]
+
+    def price(self, item: str) -> int:
+        '''Look up a price.
+
+        Args:
+            item: Name of the item.
+        '''
+        self.calls += 1
+        return self.prices[item]
+
+    def multiply(self, a: int, b: int) -> int:
+        '''Multiply two numbers.
+
+        Args:
+            a: First number.
+            b: Second number.
+        '''
+        self.calls += 1
+        return a * b
+
+    def get_reward(self):
+        return self.calls / 10
+
+def calls(completions, environments):
+    return [environment.calls / 10 for environment in environments]
+"""
 
 
 @pytest.fixture
@@ -62,11 +97,23 @@ def test_without_tools_the_model_only_guesses(launch: Callable[..., Launch], sho
 
 
 @pytest.mark.timeout(1500)
-def test_a_run_stopped_among_tool_calls_continues_bit_for_bit(launch: Callable[..., Launch], shop: Path) -> None:
+@pytest.mark.parametrize("kind", ["tools", "class"])
+def test_a_run_stopped_among_tool_calls_continues_bit_for_bit(
+    launch: Callable[..., Launch], shop: Path, kind: str
+) -> None:
+    if kind == "class":
+        (own := shop.with_name("own.py")).write_text(CLASS)
+        lines = [line for line in shop.read_text().splitlines() if not line.startswith("tools:")]
+        lines += [f"environment: {own}:Shop", f"environment_args: {{file: {FOLDER}/prices.json}}"]
+        shop.write_text("\n".join([*lines, f"reward_funcs: [pure_accuracy_math, environment, '{own}:calls']", ""]))
     flags = (str(shop), "--max_steps", "4", "--save_steps", "2", "--eval_steps", "4", "--eval_on_start", "false")
     whole = launch(*flags, folder="whole")
     assert whole.wait(900) == 0, whole.output
     assert max(row["episodes/tool_calls"] for row in whole.rows()) > 0.5
+    if kind == "class":
+        for row in whole.rows():
+            worked = row["episodes/tool_calls"] - row["episodes/tool_failures"]
+            assert row["rewards/calls/mean"] == row["rewards/environment/mean"] == pytest.approx(worked / 10, abs=0.1)
 
     resumed = stop_and_resume(launch, *flags)
     assert same_rows(resumed, whole) and weights_hash(resumed) == weights_hash(whole)

@@ -200,3 +200,19 @@ def test_the_plan_says_what_tools_may_use(tmp_path: Path, capsys: pytest.Capture
     )
     assert cli.main(["plan", str(recipe)]) == 0
     assert "tools price: at most 8 calls in an episode, and 32 tokens in a turn" in capsys.readouterr().out
+
+
+def test_a_trl_environment_keeps_its_dataset_and_rewards(read: Read, tmp_path: Path) -> None:
+    own = Path(__file__).with_name("golden") / "environments/own.py"
+    keys = {"environment": f"{own}:Shop", "environment_timeout": 3.0, "max_tool_calls": 2}
+    recipe = read(**keys, reward_environment=["HOME"])
+    assert check(recipe, {"HOME": "/"}) == []
+    assert not any("does nothing" in note for note in notes(recipe))
+    assert source_of(recipe.__getitem__) is None and f"{own}:Shop" in user_code(recipe.__getitem__)
+    assert rollout_class(recipe.__getitem__).__name__ == "TRLEpisodes"
+    (tmp_path / "rows.jsonl").write_text('{"problem": "a", "answer": "b"}\n' * 300)
+    local = {"dataset_name": str(tmp_path / "rows.jsonl"), "dataset_prompt_column": "problem"}
+    local |= {"dataset_solution_column": "answer", "reward_funcs": [f"{own}:reads"]}
+    assert check(read(**keys, **local), {}) == []
+    (problem,) = check(read(**local), {})
+    assert "needs 'environments', which no reward gets" in problem.what

@@ -31,7 +31,7 @@ from grpo_recipes.recipe.keys import schema_line, schema_note
 from grpo_recipes.recipe.model_kind import kind_note
 from grpo_recipes.recipe.registry import list_reward_models
 from grpo_recipes.recipe.rendering import prompt_notes
-from grpo_recipes.recipe.sources import source_of
+from grpo_recipes.recipe.sources import sampler_of, starts_from_rows
 from grpo_recipes.recipe.tasks import GRPO
 
 if TYPE_CHECKING:
@@ -190,7 +190,8 @@ def check_rewards(options: argparse.Namespace) -> int:
     with _json_report(options, rows=0, rewards=[]) as report:
         recipe = chosen_recipe(options)
         report["recipe"] = str(recipe.path)
-        if source := source_of(recipe.__getitem__):
+        source = sampler_of(recipe.__getitem__)
+        if source and (starts_from_rows(recipe.__getitem__) or not source.reads_datasets(recipe.__getitem__)):
             raise config_error(display_path(recipe.path), *source.unchecked_rewards)
         from grpo_recipes.fetch.assets import find_assets
         from grpo_recipes.plan.commands import hub_environment

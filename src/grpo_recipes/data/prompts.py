@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.generated import GeneratedData, generated
 from grpo_recipes.recipe.rendering import missing_fix, missing_message, rendering_notes
 from grpo_recipes.recipe.shapes import DataSource, Message
+from grpo_recipes.recipe.sources import starts_from_rows
 
 _MAX_SHOWN = 4000  # characters of a shown text
 
@@ -183,7 +185,9 @@ def load_prompts(
             if limit and not args.dataset_streaming:
                 rows = rows.shuffle(seed=seed, keep_in_memory=True)
             batch_rows = min(BATCH_ROWS, limit or BATCH_ROWS)
-            candidates = drop_duplicates(make_problems(rows, source, args, counts, batch_rows), counts)
+            candidates = make_problems(rows, source, args, counts, batch_rows)
+            if not starts_from_rows(partial(getattr, args)):
+                candidates = drop_duplicates(candidates, counts)
         dataset = _drop_too_long(candidates, renderer, args, counts, limit)
         if len(dataset) == limit:
             order = "stream" if args.dataset_streaming else "shuffle by the seed"

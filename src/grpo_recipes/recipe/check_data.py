@@ -16,6 +16,7 @@ from grpo_recipes.paths import display_path
 from grpo_recipes.recipe import Recipe, rules
 from grpo_recipes.recipe.datafiles import (
     BUILDERS,
+    ENVIRONMENTS,
     LIVE_OBJECTS,
     RESERVED_COLUMNS,
     Head,
@@ -28,7 +29,7 @@ from grpo_recipes.recipe.datafiles import (
 )
 from grpo_recipes.recipe.generated import SPLITS, generated, has_scheme, is_misspelled, schemes
 from grpo_recipes.recipe.shapes import COLUMN_KEYS, DataSource, answer_of, chat_of, root_of, usable_columns, value_at
-from grpo_recipes.recipe.sources import source_of
+from grpo_recipes.recipe.sources import source_of, starts_from_rows
 from grpo_recipes.recipe.user_code import missing_argument_problems
 
 HUB_NAME = re.compile(r"(?!\.)[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)  # "./name" is a path
@@ -89,6 +90,7 @@ def head_of(source: DataSource) -> Head | None:
 def reward_arguments(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     """Yield a problem for each user reward with a required argument that no dataset of the recipe has."""
     live = LIVE_OBJECTS if recipe.rewards.isolation == "none" else ()
+    live += (ENVIRONMENTS,) if starts_from_rows(recipe.__getitem__) else ()
     yield from missing_argument_problems(recipe, list(_columns_of_sets(recipe)), recipe.path.parent / "rewards", live)
 
 

@@ -20,11 +20,12 @@ from grpo_recipes.errors import translate_errors
 # Suffix of a data file -> the builder of `datasets` that reads it.
 BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 # Live objects of the trainer that a reward in the trainer's process gets in addition to the columns.
-LIVE_OBJECTS = ("trainer_state", "log_extra", "log_metric", "environments")
+LIVE_OBJECTS = ("trainer_state", "log_extra", "log_metric")
+ENVIRONMENTS = "environments"  # the column with the environment of each episode
 # Column names that TRL's trainer fills itself or gives a meaning of its own, and `answer`, which is ours.
 RESERVED_COLUMNS = (
     "prompt", "prompts", "completion", "completions", "completion_ids", "image", "images", "environment", "answer",
-    *LIVE_OBJECTS,
+    ENVIRONMENTS, *LIVE_OBJECTS,
 )  # fmt: skip
 _NO_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 _HEAD = 1 << 20  # characters

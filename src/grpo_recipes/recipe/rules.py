@@ -31,7 +31,7 @@ from grpo_recipes.recipe.registry import (
     missing_package,
     rewards,
 )  # fmt: skip
-from grpo_recipes.recipe.sources import requested_sampler, requested_source, source_keys
+from grpo_recipes.recipe.sources import requested_sampler, requested_source, source_keys, starts_from_rows
 from grpo_recipes.recipe.trackers import TRACKERS
 
 Condition = Callable[[Recipe], Any]
@@ -308,7 +308,8 @@ RULES = (
     Rule("{item}", lambda r: chosen_sources(r)[1:],
         lambda r, key: f"{key} and {chosen_sources(r)[0]} can't be combined: each is a source of completions",
         "keep one of them"),
-    Rule("reward_funcs", lambda r: SOURCE_REWARD in r.rewards.funcs and not requested_source(r),
+    Rule("reward_funcs", lambda r: SOURCE_REWARD in r.rewards.funcs and not requested_source(r)
+        and not starts_from_rows(r.__getitem__),
         f"reward '{SOURCE_REWARD}' comes from an environment, but the recipe has no environment",
         lambda _r, _: f"add {' or '.join(source_keys()) or 'dataset_name and another reward'}"),
     Rule("reward_funcs", lambda r: requested_source(r) and SOURCE_REWARD not in r.rewards.funcs,

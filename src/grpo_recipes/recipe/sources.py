@@ -31,6 +31,13 @@ class PromptSource:
         """Return whether the source only samples: the prompts and rewards are the recipe's, as without a source."""
         return False
 
+    def starts_from_rows(self, lookup: Lookup) -> bool:
+        """Return whether each row of the dataset starts an episode that may give its reward.
+
+        Then equal rows are kept, and rewards get the column ``environments``.
+        """
+        return False
+
     def rollouts(self, lookup: Lookup) -> str:
         """Return ``module:name`` of the class that samples; an empty text means the extension's ``rollouts``."""
         return ""
@@ -76,6 +83,12 @@ def source_of(lookup: Lookup) -> PromptSource | None:
     """Return the source of a checked recipe's prompts; None if it reads datasets."""
     source = sampler_of(lookup)
     return None if source is None or source.reads_datasets(lookup) else source
+
+
+def starts_from_rows(lookup: Lookup) -> bool:
+    """Return whether each row of a recipe's dataset starts an episode that may give its reward."""
+    source = sampler_of(lookup)
+    return source is not None and source.starts_from_rows(lookup)
 
 
 def rollout_class(lookup: Lookup) -> Any:

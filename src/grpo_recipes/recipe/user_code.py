@@ -99,11 +99,28 @@ def function_source(spec: str, path: Path | None = None) -> ast.FunctionDef | as
 
     Return None if the source does not show the function: it is missing, decorated, defined twice, or not a function.
     """
+    node = _find_definition(spec, path)
+    return node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list else None
+
+
+def class_methods(spec: str, path: Path | None = None) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef] | None:
+    """Return the methods of the class that ``spec`` names, by name, from its file or from ``path``.
+
+    Return None if the source does not show all of them: the class is missing, decorated, defined twice, or has bases.
+    """
+    node = _find_definition(spec, path)
+    if not isinstance(node, ast.ClassDef) or node.decorator_list or node.bases or node.keywords:
+        return None
+    return {item.name: item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def _find_definition(spec: str, path: Path | None = None) -> ast.stmt | None:
+    """Return the only statement of a file that defines the name in ``spec``; None if there are none or several."""
     path, name = path or source_path(spec), split_spec(spec)[1]
     with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         body = ast.parse(path.read_bytes()).body if path else []
         (node,) = (node for node in body if name in _defined_names(node))
-        return node if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list else None
+        return node
     return None
 
 
@@ -128,14 +145,12 @@ def call_parameters(spec: str) -> dict[str, bool] | None:
 
     Return None if the source does not show all of them: a base class, a decorator or ``**kwargs`` may add others.
     """
-    path, name = source_path(spec), split_spec(spec)[1]
     function: ast.AST | None = function_source(spec)
-    with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        classes = [node for node in ast.parse(path.read_bytes()).body if name in _defined_names(node)] if path else []
-        if len(classes) == 1 and isinstance(classes[0], ast.ClassDef) and not classes[0].decorator_list:
-            methods = {node.name: node for node in classes[0].body if isinstance(node, ast.FunctionDef)}
-            plain = not classes[0].bases and not classes[0].keywords and "__new__" not in methods
-            function = methods.get("__init__") or (ast.parse("def f(self): ...").body[0] if plain else None)
+    node = _find_definition(spec)
+    if isinstance(node, ast.ClassDef) and not node.decorator_list:
+        methods = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
+        plain = not node.bases and not node.keywords and "__new__" not in methods
+        function = methods.get("__init__") or (ast.parse("def f(self): ...").body[0] if plain else None)
     if not isinstance(function, ast.FunctionDef) or function.args.kwarg or function.decorator_list:
         return None
     arguments, required = function.args, required_parameters(function)

@@ -171,11 +171,11 @@ class RewardPool:
                 fault = f"reward '{reward}': column '{name}' cannot be sent to a child process"
                 raise RewardFailed(f"{fault} ({error}); {_FIX}") from error
         most_unscored = len(completions) if give_up_after is None else give_up_after
-        self._row_names = names or []
-        self._homes = {name: self._homes[name] for name in self._row_names if name in self._homes}
-        self._calls = {name: self._calls.get(name, 0) for name in self._row_names}
+        self._row_names, self.scores, self._unscored = names or [], {}, 0
+        if self._homes.keys().isdisjoint(self._row_names):  # rows of another batch
+            self._homes, self._calls = {}, {}
+        self._calls = dict.fromkeys(self._row_names, 0) | self._calls
         self.row_count, self._open_rows, self._single_rows = len(completions), deque(range(len(completions))), set()
-        self.scores, self._unscored = {}, 0
         self._handle_replies(0.0)  # handle replies since the last call
         try:
             while len(self.scores) < len(completions) and self._unscored <= most_unscored and not stopped():

@@ -247,6 +247,8 @@ class RewardWrapper:
         """Return (B,) rewards, None for unscored completions, and keep the scores with their reasons in ``scores``."""
         other_names = dict.fromkeys(self._solutions, columns["answer"]) if "answer" in columns else {}
         scores = self._score_batch(len(completions), {**other_names, **columns, "completions": completions})
+        failures = columns.get("episode_failed") or [None] * len(scores)  # reasons: these episodes have no completion
+        scores = [Score(None, reason) if reason else score for score, reason in zip(scores, failures, strict=True)]
         self.scores = [
             replace(score, reason=score.reason + self._describe_missing_column(score.reason)) if score.reason else score
             for score in scores

@@ -27,7 +27,7 @@ from grpo_recipes.plan.devices import derive_batch
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.configs import CONFIGS, CONFIGS_OF_ROWS, GRPOConfig, ModelConfig
 from grpo_recipes.recipe.registry import list_reward_models, reward_keys, rewards
-from grpo_recipes.recipe.sources import extension_of, source_of
+from grpo_recipes.recipe.sources import extension_of, source_of, starts_from_rows
 from grpo_recipes.recipe.tasks import added_task
 from grpo_recipes.recipe.user_code import source_path
 from grpo_recipes.rewards.probe import describe_unpaid, find_problems, probe_rewards, read_first_rows
@@ -75,7 +75,7 @@ def check_deeply(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
         rows, counts = sample
         if configs and not sources.missing:
             data_lines += collect_problems(_check_prompts, rows, DeepCheck(recipe, *configs, sources)) or []
-        if rows and not added_task(recipe):
+        if rows and not added_task(recipe) and not starts_from_rows(recipe.__getitem__):
             data_lines += collect_problems(_check_rewards, recipe, rows, counts.left_out, environment) or []
     if problems:
         raise ConfigError(*dict.fromkeys(problems))

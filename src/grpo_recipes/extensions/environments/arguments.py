@@ -15,7 +15,8 @@ class EnvironmentArguments:
     benchmark_solved: float = key(1.0, "Reward at which an episode of a benchmark counts as solved.")
     environment: str | None = key(None,
         "Environment that provides prompts and rewards instead of a dataset: textarena:ID, reasoning_gym:NAME, "
-        "verifiers:NAME, openenv:URL, or your own class as module:Class or file.py:Class.")
+        "verifiers:NAME, openenv:URL, or your own class as module:Class or file.py:Class. A class for TRL's "
+        "environment_factory gets the rows of a dataset.")
     environment_args: dict[str, Any] | None = key(None, "Arguments of the environment, by name.")
     environment_mixture: dict[str, Any] | None = key(None, "Several environments: EnvironmentMixtureConfig.")
     environment_episodes: int = key(1024, "Number of different training episodes (seeds) in an epoch.", min=1)

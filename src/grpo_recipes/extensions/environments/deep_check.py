@@ -14,6 +14,7 @@ from grpo_recipes.extensions.environments.arguments import EnvironmentKeys
 from grpo_recipes.extensions.environments.episode import play_turns
 from grpo_recipes.extensions.environments.games import Game
 from grpo_recipes.extensions.environments.recipe import list_episode_environments
+from grpo_recipes.extensions.environments.rules import uses_tools
 from grpo_recipes.extensions.environments.tools import CallParser, describe_tools, name_of
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.user_code import REWARD_COPIES
@@ -34,7 +35,7 @@ def play_episodes(check: DeepCheck) -> list[str]:
     recipe, tokenizer = check.recipe, check.tokenizer()
     make_renderer(recipe.model.chat_template, tokenizer, recipe.model.chat_template_kwargs)
     renderer = Renderer(tokenizer, recipe.model.chat_template_kwargs, check.stops())
-    if EnvironmentKeys(recipe).tools:
+    if uses_tools(recipe):
         return [_describe_tools(recipe, tokenizer, renderer)]
     multi_turn = EnvironmentKeys(recipe).max_turns > 1
     end = [renderer.end()] if multi_turn else []

@@ -31,7 +31,6 @@ from grpo_recipes.extensions.environments.stage import PLAY
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, source_path, split_spec
 from grpo_recipes.rewards.load import LimitRecords, hash_call
-from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import Score
 from grpo_recipes.rollouts.renderer import DUMMY, Renderer
 from grpo_recipes.rollouts.source import SamplingTrainer, Source
@@ -43,6 +42,8 @@ _EPSILON = 1e-4  # added to a standard deviation, as in TRL
 
 class Episodes(Source):
     """Completions for runs with environments: it plays the episodes of each batch, as TRL's ``rollout_func``."""
+
+    _function = PLAY  # the function that the child processes call
 
     def __init__(self, script_args: ScriptArguments, args: GRPOConfig, run_dir: Path):
         """Start the child processes that run the environments; ``run_dir`` has copies of the user's code.
@@ -61,7 +62,7 @@ class Episodes(Source):
         self._specs = {spec: f"{copy_path(spec, copies)}:{split_spec(spec)[1]}" for spec in files}
         self._limit_records = LimitRecords(copies / f"episodes_{os.environ.get('RANK', '0')}.jsonl")
         self._labels = choose_environment_labels(list_episode_environments(partial(getattr, script_args)))
-        self._pool = self._make_pool(copies)
+        self._pool = make_environment_pool(partial(getattr, script_args), copies, function=self._function)
         self._pool.start()
         self.turn_tokens = compute_turn_tokens(
             script_args.environment_turn_length, args.max_completion_length, self._max_turns
@@ -71,10 +72,6 @@ class Episodes(Source):
     def _max_turns(self) -> int:
         """The number of turns of the policy after which an episode is unfinished."""
         return int(self._script.environment_max_turns)
-
-    def _make_pool(self, copies: Path) -> RewardPool:
-        """Create the pool of child processes, which load the user's code from its ``copies``."""
-        return make_environment_pool(partial(getattr, self._script), copies)
 
     def _make_episode(self, row_index: int, row: dict[str, Any]) -> Episode:
         """Return the episode of a dataset row, before its first turn."""
@@ -278,7 +275,9 @@ class Episodes(Source):
         calls = [index for index in range(len(episodes)) if scores[index] is None]
         call_columns = {name: [values[index] for index in calls] for name, values in columns.items()}
         actions = [episodes[index].actions for index in calls]
-        new_scores = self._pool.score(PLAY, actions, call_columns, give_up_after, stopped, call_columns["episode"])
+        new_scores = self._pool.score(
+            self._function, actions, call_columns, give_up_after, stopped, call_columns["episode"]
+        )
         for index, score in zip(calls, new_scores, strict=True):
             scores[index] = score
             self._limit_records.add(keys[index], 0, score)

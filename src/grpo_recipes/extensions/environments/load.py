@@ -109,7 +109,9 @@ def _load_user_class(spec: str, args: Mapping[str, Any], copies: Path | None) ->
     missing = [method for method in ("reset", "step") if not callable(getattr(environment_class, method, None))]
     if missing:
         message = f"'{spec}' has no {' and no '.join(missing)}"
-        raise config_error("environment", message, "use a class with reset(seed) and step(action)")
+        fix = "use a class with reset(seed) and step(action)"
+        fix += ", or add dataset_name if it is a class for TRL" if missing == ["step"] else ""
+        raise config_error("environment", message, fix)
     check_arguments(spec, environment_class, args)
     with seeded_noise("made", name, json.dumps(args, sort_keys=True)):
         return _UserEnvironment(environment_class(**args))

@@ -10,7 +10,8 @@ from grpo_recipes.cli import chosen_recipe, command, option
 from grpo_recipes.errors import config_error
 from grpo_recipes.extensions.environments.arguments import EnvironmentKeys
 from grpo_recipes.extensions.environments.episode import play_turns
-from grpo_recipes.extensions.environments.recipe import list_episode_environments, list_model_opponents
+from grpo_recipes.extensions.environments.recipe import list_model_opponents
+from grpo_recipes.extensions.environments.rules import SOURCE
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.paths import display_path
 from grpo_recipes.plan.commands import hub_environment
@@ -34,7 +35,7 @@ def play(options: argparse.Namespace) -> int:
     Return 0 (also at the end of stdin), or 130 after Ctrl-C. Raise ConfigError if there is no environment to play.
     """
     recipe = chosen_recipe(options)
-    entries = [spec for spec, _, _ in list_episode_environments(recipe.__getitem__)]
+    entries = SOURCE.benchmarks(recipe.__getitem__)
     source = source_of(recipe.__getitem__)
     if not entries and source is not None:
         message = f"completions of {source.title} are sampled elsewhere and can't be typed here"

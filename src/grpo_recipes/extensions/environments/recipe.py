@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from grpo_recipes.extensions.environments.libraries import LIBRARIES
+from grpo_recipes.recipe.user_code import class_methods
 from grpo_recipes.rollouts.turns import SCRIPTED
 
 
@@ -20,6 +22,17 @@ def list_episode_environments(recipe: Callable[[str], Any]) -> list[tuple[str, d
     entries = (recipe("environment_mixture") or {}).get("environments") or []
     total = sum(entry.get("weight") or 1.0 for entry in entries)
     return [(entry.get("id", ""), entry.get("args") or {}, (entry.get("weight") or 1.0) / total) for entry in entries]
+
+
+def uses_trl_environment(recipe: Callable[[str], Any]) -> bool:
+    """Return whether ``environment`` is a class for TRL's ``environment_factory``: it has no step, but a dataset.
+
+    ``recipe`` looks up a key. A class whose source does not show all methods counts if the recipe has a dataset.
+    """
+    spec = recipe("environment")
+    if not spec or spec.partition(":")[0] in LIBRARIES or not (recipe("dataset_name") or recipe("dataset_mixture")):
+        return False
+    return "step" not in (class_methods(spec) or {})
 
 
 def split_episodes(recipe: Callable[[str], Any], count: int) -> list[int]:

@@ -9,6 +9,7 @@ from grpo_recipes.extensions.environments.recipe import (
     list_episode_environments,
     list_model_opponents,
 )
+from grpo_recipes.extensions.environments.rules import uses_tools
 from grpo_recipes.plan.roles import Roles
 from grpo_recipes.plan.types import Data, Plan
 from grpo_recipes.recipe import Recipe
@@ -22,7 +23,7 @@ class EnvironmentRoles(Roles):
         """Return the plan's line about environments, turns and tokens of an episode; None if the recipe has none."""
         environments, keys = list_episode_environments(recipe.__getitem__), EnvironmentKeys(recipe)
         turns, completion = keys.max_turns, recipe.sampling.max_completion_length
-        if not environments or completion is None:  # a rule requires max_completion_length
+        if not environments or uses_tools(recipe) or completion is None:  # a rule requires max_completion_length
             return None
         names = ", ".join(spec if fraction == 1 else f"{spec} ({fraction:.0%})" for spec, _, fraction in environments)
         length = compute_turn_tokens(keys.turn_length, completion, turns)
@@ -34,9 +35,9 @@ class EnvironmentRoles(Roles):
     def notes(self, recipe: Recipe, plan: Plan) -> Iterator[str]:
         """Yield a note about tools, or if the turns leave no token for the environment's messages between them."""
         keys = EnvironmentKeys(recipe)
-        if keys.tools:
+        if uses_tools(recipe):
             length = compute_tool_turn_tokens(keys.turn_length, recipe.sampling.max_completion_length or 0)
-            names = ", ".join(spec.partition(":")[2] for spec in keys.tools)
+            names = ", ".join(spec.partition(":")[2] for spec in keys.tools or [str(keys.environment)])
             yield f"tools {names}: at most {keys.max_tool_calls} calls in an episode, and {length} tokens in a turn"
         turns, longest = keys.max_turns, keys.turn_length
         if turns > 1 and longest and turns * longest == recipe.sampling.max_completion_length:

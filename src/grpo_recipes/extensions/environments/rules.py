@@ -20,6 +20,7 @@ from grpo_recipes.extensions.environments.recipe import (
     list_episode_environments,
     list_model_opponents,
     split_episodes,
+    uses_trl_environment,
 )
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.chat_template import find_left_out_part, templates_of
@@ -28,7 +29,14 @@ from grpo_recipes.recipe.registry import SOURCE_REWARD, benchmarks, rewards
 from grpo_recipes.recipe.rules import OF_DATASETS, Idle, Rule, evaluates, set_by_user, starts_server
 from grpo_recipes.recipe.sources import Lookup, PromptSource
 from grpo_recipes.recipe.tasks import MAXENT, task_of
-from grpo_recipes.recipe.user_code import REWARD_COPIES, call_parameters, copy_path, function_source, spec_problem
+from grpo_recipes.recipe.user_code import (
+    REWARD_COPIES,
+    call_parameters,
+    class_methods,
+    copy_path,
+    function_source,
+    spec_problem,
+)
 from grpo_recipes.rollouts.turns import BASE, POLICY
 
 # Keys of environments that also apply to tools.
@@ -38,23 +46,22 @@ _TOOL_CLASSES = ("ToolEnv", "MCPEnv", "SandboxEnv", "PythonEnv")  # endings of v
 
 def uses_environments(recipe: Recipe) -> bool:
     """Return whether a recipe sets ``environment`` or ``environment_mixture``, to train on episodes, not a dataset."""
-    return _plays_episodes(recipe.__getitem__)
+    return _sets_environment(recipe.__getitem__) and not uses_trl_environment(recipe.__getitem__)
 
 
-def _plays_episodes(lookup: Lookup) -> bool:
+def _sets_environment(lookup: Lookup) -> bool:
     """Return whether a recipe sets ``environment`` or ``environment_mixture``; ``lookup`` returns a key's value."""
     return lookup("environment") is not None or lookup("environment_mixture") is not None
 
 
 def uses_tools(recipe: Recipe) -> bool:
-    """Return whether the policy of a recipe may call tools before it answers a prompt of the dataset."""
-    return bool(EnvironmentKeys(recipe).tools)
+    """Return whether the policy of a recipe may call tools before it answers, also those of a TRL environment."""
+    return bool(EnvironmentKeys(recipe).tools) or uses_trl_environment(recipe.__getitem__)
 
 
 def plays_benchmarks(recipe: Recipe) -> bool:
     """Return whether an environment of a recipe is one of its benchmarks."""
-    specs = {spec for spec, _, _ in list_episode_environments(recipe.__getitem__)}
-    return not specs.isdisjoint(recipe.evaluation.benchmarks)
+    return not set(SOURCE.benchmarks(recipe.__getitem__)).isdisjoint(recipe.evaluation.benchmarks)
 
 
 class Environments(PromptSource):
@@ -69,14 +76,20 @@ class Environments(PromptSource):
 
     def chosen(self, lookup: Lookup) -> bool:
         """Return whether a recipe uses environments or tools."""
-        return bool(lookup("tools")) or _plays_episodes(lookup)
+        return bool(lookup("tools")) or _sets_environment(lookup)
 
     def reads_datasets(self, lookup: Lookup) -> bool:
         """Return whether the policy has tools: then prompts come from a dataset, and rewards from ``reward_funcs``."""
-        return bool(lookup("tools")) and not _plays_episodes(lookup)
+        return uses_trl_environment(lookup) or (bool(lookup("tools")) and not _sets_environment(lookup))
+
+    def starts_from_rows(self, lookup: Lookup) -> bool:
+        """Return whether the recipe has a TRL environment, whose ``reset`` gets a row of the dataset."""
+        return uses_trl_environment(lookup)
 
     def rollouts(self, lookup: Lookup) -> str:
         """Return "module:Class" of the class that plays episodes with tools, or "" if the recipe has no tools."""
+        if uses_trl_environment(lookup):
+            return "grpo_recipes.extensions.environments.trl_episodes:TRLEpisodes"
         return "grpo_recipes.extensions.environments.tool_episodes:ToolEpisodes" if lookup("tools") else ""
 
     def user_code(self, lookup: Lookup) -> list[str]:
@@ -89,7 +102,7 @@ class Environments(PromptSource):
 
     def benchmarks(self, lookup: Lookup) -> list[str]:
         """Return the names of the recipe's environments: their evaluation episodes can be benchmarks."""
-        return [spec for spec, _, _ in list_episode_environments(lookup)]
+        return [] if uses_trl_environment(lookup) else [spec for spec, _, _ in list_episode_environments(lookup)]
 
     def benchmark_problem(self, name: str, where: str, lookup: Lookup) -> Problem | None:
         """Return a problem if the benchmark ``name`` is a library's environment that the recipe does not have.
@@ -113,15 +126,18 @@ RULES = (
         "environment and environment_mixture can't be combined", "keep one of them"),
     Rule("environment_args", lambda r: EnvironmentKeys(r).args is not None and not EnvironmentKeys(r).environment,
         "'environment_args' does nothing without environment", "add environment, or set args in the mixture"),
-    Rule("tools", lambda r: uses_tools(r) and uses_environments(r),
+    Rule("tools", lambda r: bool(EnvironmentKeys(r).tools) and _sets_environment(r.__getitem__),
         "tools and environment can't be combined: the prompts of tools come from a dataset",
         "remove tools, or let the environment run them"),
-    Rule("tools", lambda r: uses_tools(r) and bool(r.evaluation.benchmarks),
+    Rule("benchmarks", lambda r: uses_tools(r) and bool(r.evaluation.benchmarks),
         "tools and benchmarks can't be combined: benchmarks sample without tools",
         "remove benchmarks, and set eval_strategy with eval_dataset_name"),
-    Rule("{item}", lambda r: not uses_environments(r) and [key for key in set_by_user(r, "environment_*")
+    Rule("{item}", lambda r: not _sets_environment(r.__getitem__) and [key for key in set_by_user(r, "environment_*")
         if key not in ("environment_args", "environment_mixture") and not (uses_tools(r) and key in _OF_TOOLS)],
         "'{item}' does nothing without environment", "{removal}, or add environment"),
+    Rule("{item}", lambda r: uses_trl_environment(r.__getitem__) and [key for key in set_by_user(r, "environment_*")
+        if key != "environment_args" and key not in _OF_TOOLS],
+        "'{item}' does nothing with a TRL environment, whose episodes start from rows of a dataset", "{removal}"),
     Rule("{item}", lambda r: uses_environments(r) and [key for key in set_by_user(r, OF_DATASETS)
         if r[key] != catalogue()[key]["default"]],
         "'{item}' does nothing with environment, which provides the prompts", "{removal}"),
@@ -338,15 +354,67 @@ def _check_tools(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Pro
         if not has_copy and (problem := spec_problem(spec, line)):
             yield problem
         elif (function := function_source(spec, copy if has_copy else None)) is not None:
-            arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-            missing = [f"a type hint for '{argument.arg}'" for argument in arguments if argument.annotation is None]
-            missing += [] if ast.get_docstring(function) else ["a docstring"]
-            if missing:
-                fix = f"add {' and '.join(missing)} to {function.name}"
-                yield Problem(line, f"the model would not know how to call '{spec}'", fix)
+            yield from _find_missing_parts(line, spec, function)
     names = [spec.partition(":")[2] for spec in specs]
     if repeated := next((name for name in names if names.count(name) > 1), ""):
         yield recipe.problem("tools", f"two tools have the name '{repeated}'", "remove or rename one of them")
 
 
-CHECKS = (_check_environments, _check_arguments, _check_tools, _check_templates, _check_benchmark_opponents)
+def _find_missing_parts(
+    line: str, name: str, function: ast.FunctionDef | ast.AsyncFunctionDef, bound: int = 0
+) -> Iterator[Problem]:
+    """Yield a problem if a tool lacks type hints or a docstring; its first ``bound`` parameters need no type hint."""
+    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs][bound:]
+    missing = [f"a type hint for '{argument.arg}'" for argument in arguments if argument.annotation is None]
+    missing += [] if ast.get_docstring(function) else ["a docstring"]
+    if missing:
+        fix = f"add {' and '.join(missing)} to {function.name}"
+        yield Problem(line, f"the model would not know how to call '{name}'", fix)
+
+
+def _check_trl_environments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield the problems of classes without step, whose source shows all methods; no code is run.
+
+    TRL's ``environment_factory`` accepts them: they need a dataset, and methods that the policy can call.
+    """
+    for index, (spec, _, _) in enumerate(list_episode_environments(recipe.__getitem__)):
+        copy, line = copy_path(spec, recipe.path.parent / REWARD_COPIES), locate_environment(recipe, index)
+        methods = None if spec.partition(":")[0] in LIBRARIES else class_methods(spec, copy if copy.is_file() else None)
+        if methods is None or "step" in methods:
+            continue
+        message = f"'{spec}' has no step, as in TRL"
+        if "reset" not in methods:
+            yield Problem(line, f"'{spec}' has no reset", "add the method reset to it")
+        elif EnvironmentKeys(recipe).environment is None:
+            yield Problem(line, f"{message}, and can't be part of a mixture", f"set environment: {spec} instead")
+        elif not uses_trl_environment(recipe.__getitem__):
+            yield Problem(
+                line, f"{message}, so that its prompts come from a dataset", "add dataset_name, or the method step"
+            )
+        else:
+            yield from _check_methods(recipe, spec, methods)
+
+
+def _check_methods(
+    recipe: Recipe, spec: str, methods: Mapping[str, ast.FunctionDef | ast.AsyncFunctionDef]
+) -> Iterator[Problem]:
+    """Yield the problems of a TRL environment's methods: none to call, undescribed ones, an unused ``get_reward``."""
+    line, rewards_used = recipe.location("environment"), recipe.rewards.funcs
+    tools = [name for name in methods if not name.startswith("_") and name not in ("reset", "get_reward")]
+    if not tools:
+        yield Problem(line, f"'{spec}' has no method for the policy to call", "add a method with a docstring")
+    for name in tools:
+        if not methods[name].decorator_list:
+            yield from _find_missing_parts(line, f"{spec}.{name}", methods[name], bound=1)
+    if "get_reward" in methods and SOURCE_REWARD not in rewards_used:
+        fix = f"set reward_funcs: [{', '.join([*rewards_used, SOURCE_REWARD])}]"
+        yield recipe.problem("reward_funcs", f"get_reward of '{spec}' is not used", fix)
+    elif "get_reward" not in methods and SOURCE_REWARD in rewards_used:
+        fix = "add get_reward to it, or set reward_funcs: [file.py:function]"
+        yield recipe.problem("reward_funcs", f"'{spec}' has no get_reward, so that it gives no reward", fix)
+
+
+CHECKS = (
+    _check_environments, _check_arguments, _check_tools, _check_trl_environments, _check_templates,
+    _check_benchmark_opponents,
+)  # fmt: skip

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -58,20 +58,23 @@ def play(
     the names of generation and row, and ``last_digest`` the digest of the previous turn.
     """
     rows = zip(completions, environment, arguments, seed, episode, last_digest, strict=True)
-    return [_play_turn(*row) for row in rows]
+    return [play_turn(*row) for row in rows]
 
 
 play.converts = lambda text: Score(text)  # type: ignore[attr-defined]  # a text; reward functions return a number
 
 
-def _play_turn(actions: list[str], spec: str, arguments: str, seed: int, name: str, last_digest: str) -> str:
+def play_turn(
+    actions: list[str], spec: str, arguments: str, seed: int, name: str, last_digest: str,
+    load: Callable[[str, Any], Environment] = load_environment,
+) -> str:  # fmt: skip
     """Send the last of ``actions`` to the environment and return its answer as JSON; without actions, reset it.
 
-    If the environment is not in this process, reset it and replay the earlier actions. Raise RuntimeError if their
-    result differs from ``last_digest``. The environment is closed when the episode ends or raises.
+    If the environment is not in this process, ``load`` it, reset it and replay the earlier actions. Raise RuntimeError
+    if their result differs from ``last_digest``. The environment is closed when the episode ends or raises.
     """
     _close_stale(name, actions)
-    episode = _LIVE.pop(name, None) or _LiveEpisode(spec, load_environment(spec, json.loads(arguments)))
+    episode = _LIVE.pop(name, None) or _LiveEpisode(spec, load(spec, json.loads(arguments)))
     with contextlib.ExitStack() as at_end:
         at_end.callback(episode.close)
         if not episode.turn:

@@ -12,15 +12,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.extensions.environments.episode import Episode, make_environment_pool
+from grpo_recipes.extensions.environments.episode import Episode
 from grpo_recipes.extensions.environments.episodes import Episodes
 from grpo_recipes.extensions.environments.recipe import compute_tool_turn_tokens
-from grpo_recipes.extensions.environments.tools import CALL, Call, CallParser, describe_tools, name_of
+from grpo_recipes.extensions.environments.tools import (
+    CALL,
+    Call,
+    CallParser,
+    describe_tools,
+    make_results_turn,
+    name_of,
+)
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
 from grpo_recipes.recipe.user_code import REWARD_COPIES, source_path
 from grpo_recipes.rewards.chance import make_call_seed
 from grpo_recipes.rewards.load import hash_call
-from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import Score
 from grpo_recipes.rollouts.renderer import DUMMY, Renderer
 from grpo_recipes.rollouts.source import SamplingTrainer
@@ -31,6 +37,8 @@ LIMIT = "max_tool_calls"
 
 class ToolEpisodes(Episodes):
     """Completions for recipes with ``tools``. The chat template gets the tools as its variable ``tools``."""
+
+    _function = CALL
 
     def __init__(self, script_args: ScriptArguments, args: GRPOConfig, run_dir: Path):
         """Start the child processes that run the tools, and add the tools to ``args.chat_template_kwargs``.
@@ -56,10 +64,6 @@ class ToolEpisodes(Episodes):
     def _max_turns(self) -> int:
         """The number of turns of the policy: ``max_tool_calls``, and one for the answer."""
         return int(self._script.max_tool_calls) + 1
-
-    def _make_pool(self, copies: Path) -> RewardPool:
-        """Create the pool of child processes that run the tools, whose code is in the folder ``copies``."""
-        return make_environment_pool(partial(getattr, self._script), copies, function=CALL)
 
     def _make_episode(self, row_index: int, row: dict[str, Any]) -> Episode:
         """Return the episode of a dataset row before its first turn, with the row's prompt as its arguments."""
@@ -146,17 +150,7 @@ class ToolEpisodes(Episodes):
         """
         if not episode.actions:
             return Turn(json.loads(episode.arguments))
-        failures = sum(score.reason is not None for _, score in results)
-        messages = [
-            {
-                "role": "tool",
-                "name": tool_call.name,
-                "content": str(score.value) if score.reason is None else f"Error: {score.reason}",
-            }
-            for tool_call, score in results
-        ]
-        info: dict[str, float | str] = {"tool_calls": float(len(results)), "tool_failures": float(failures)}
-        return Turn(messages, done=not results and not episode.unfinished, info=info)
+        return make_results_turn([(tool_call.name, score) for tool_call, score in results], episode.unfinished)
 
     def _make_output(self, trainer: SamplingTrainer) -> dict[str, Any]:
         """Log the episodes' metrics and return TRL's columns, without rewards: ``reward_funcs`` compute them."""

@@ -4,7 +4,6 @@ A tool is a plain or async function. Its result becomes a text, ``str(result)``.
 keep no episode. No torch in the functions that child processes run for each call.
 """
 
-import asyncio
 import copy
 import inspect
 import json
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from grpo_recipes.errors import config_error
 from grpo_recipes.extensions.environments.episode import make_environment_pool
 from grpo_recipes.recipe.user_code import load_object
-from grpo_recipes.rewards.score import Score
+from grpo_recipes.rewards.score import Score, get_async_runner
+from grpo_recipes.rollouts.turns import Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,30 +44,58 @@ def call(completions: Sequence[str]) -> list[str]:
 
 
 def describe(completions: Sequence[str]) -> list[str]:
-    """Return the schema of each tool as JSON. A tool is JSON with ``tool`` and ``copies``.
+    """Return the schemas of each tool as JSON. A tool is JSON with ``tool``, ``copies`` and whether it is a ``class``.
 
     Raise an error if a tool can't be imported, or lacks type hints or a docstring.
     """
     from transformers.utils import get_json_schema
 
-    tools = map(json.loads, completions)
-    return [json.dumps(get_json_schema(load_object(tool["tool"], Path(tool["copies"])))) for tool in tools]
+    schemas = []
+    for tool in map(json.loads, completions):
+        loaded = load_object(tool["tool"], Path(tool["copies"]))
+        functions = list_methods(object.__new__(loaded)) if tool["class"] else [loaded]
+        schemas.append(json.dumps([get_json_schema(function) for function in functions]))
+    return schemas
+
+
+def list_methods(environment: Any) -> list[Callable[..., Any]]:
+    """Return the methods of a TRL environment that the policy may call: the same as in TRL."""
+    names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction) if not name.startswith("_")]
+    return [getattr(environment, name) for name in names if name not in ("reset", "get_reward")]
 
 
 call.converts = describe.converts = lambda text: Score(text)  # type: ignore[attr-defined]  # rewards return numbers
 
 
 def _run(tool: str, copies: str, arguments: dict[str, Any]) -> str:
-    """Call a tool, plain or async, and return its result as text.
+    """Call a tool, plain or async, and return its result as text."""
+    return make_text(load_object(tool, Path(copies))(**arguments))
 
-    Raise ValueError if the text is too long or has no UTF-8 form. Errors of the tool are raised.
+
+def make_text(result: Any) -> str:
+    """Return the result of a tool as text, after the end of a coroutine.
+
+    Raise ValueError if the text is too long or has no UTF-8 form. Errors of a coroutine are raised.
     """
-    result = load_object(tool, Path(copies))(**arguments)
-    text = str(asyncio.run(result) if inspect.iscoroutine(result) else result)
+    text = str(get_async_runner().run(result) if inspect.iscoroutine(result) else result)
     text.encode()  # UnicodeEncodeError for lone surrogates: no tokenizer accepts them
     if len(text) > _MAX_CHARACTERS:
         raise ValueError(f"a result of {len(text):,} characters, more than {_MAX_CHARACTERS:,}")
     return text
+
+
+def make_results_turn(results: Sequence[tuple[str, Score]], unfinished: str = "") -> Turn:
+    """Return a turn with a message for each result, by the name of its tool; it is the end if there are none.
+
+    ``unfinished`` is not empty if a limit ended the episode.
+    """
+    messages = [
+        {"role": "tool", "name": name, "content": f"Error: {score.reason}" if score.reason else str(score.value)}
+        for name, score in results
+    ]
+    failures = sum(score.reason is not None for _, score in results)
+    info: dict[str, float | str] = {"tool_calls": float(len(results)), "tool_failures": float(failures)}
+    return Turn(messages, done=not results and not unfinished, info=info)
 
 
 # --- in a training process --------------------------------------------------------------------------------------------
@@ -76,20 +104,26 @@ def _run(tool: str, copies: str, arguments: dict[str, Any]) -> str:
 def describe_tools(recipe: Callable[[str], Any], copies: Path) -> dict[str, Schema]:
     """Return the schema of each tool of a recipe, by its name in ``tools``; ``recipe`` looks up a key.
 
-    Raise ConfigError if a tool can't be imported, lacks type hints or a docstring, or has the name of another.
+    The tools of a TRL environment are its methods. Raise ConfigError if a tool can't be imported, lacks type hints or a
+    docstring, or has the name of another.
     """
-    specs, schemas = list(recipe("tools")), dict[str, Schema]()
+    key = "tools" if recipe("tools") else "environment"
+    specs, schemas = list(recipe("tools") or [recipe(key)]), dict[str, Schema]()
+    texts = [json.dumps({"tool": spec, "copies": str(copies), "class": key == "environment"}) for spec in specs]
     with make_environment_pool(recipe, copies, 1, DESCRIBE, _DESCRIBE_SECONDS) as pool:
-        scores = pool.score(DESCRIBE, [json.dumps({"tool": spec, "copies": str(copies)}) for spec in specs])
+        scores = pool.score(DESCRIBE, texts)
     for spec, score in zip(specs, scores, strict=True):
         if score.reason is not None:
             reason = " ".join(score.reason.split())
             fix = "add type hints, and a docstring that describes each argument under Args:"
-            raise config_error("tools", f"'{spec}' can't be described ({reason})", fix)
-        schemas[spec] = json.loads(str(score.value))
+            raise config_error(key, f"'{spec}' can't be described ({reason})", fix)
+        described = json.loads(str(score.value))
+        if not described:
+            raise config_error(key, f"'{spec}' has no method for the policy to call", "add a method with a docstring")
+        schemas |= {spec if key == "tools" else f"{spec}.{name_of(schema)}": schema for schema in described}
     names = [name_of(schema) for schema in schemas.values()]
     if repeated := next((name for name in names if names.count(name) > 1), ""):
-        raise config_error("tools", f"two tools have the name '{repeated}'", "rename one of the functions")
+        raise config_error(key, f"two tools have the name '{repeated}'", "rename one of the functions")
     return schemas
 
 

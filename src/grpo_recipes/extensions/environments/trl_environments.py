@@ -1,0 +1,127 @@
+"""TRL environments in child processes: classes for TRL's ``environment_factory``, whose methods are an episode's tools.
+
+Each episode has an instance of the class. ``play`` keeps it between the calls, and another process repeats them. At the
+end, the instance's attributes are sent to the rewards as text. No torch.
+"""
+
+import base64
+import inspect
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.errors import config_error
+from grpo_recipes.extensions.environments.stage import play_turn
+from grpo_recipes.extensions.environments.tools import list_methods, make_results_turn, make_text
+from grpo_recipes.recipe.user_code import load_object
+from grpo_recipes.rewards.score import Score, describe_error, get_async_runner, list_accepted_columns, select_columns
+from grpo_recipes.rollouts.turns import Environment, Noise, Turn
+from grpo_recipes.secrets import mask_secrets
+
+PLAY = "grpo_recipes.extensions.environments.trl_environments:play"  # name of ``play`` for the pool of child processes
+_MAX_STATE = 100_000  # bytes of the attributes that rewards get
+
+
+class SavedEnvironment(str):
+    """An environment after its episode, as text; the process that unpickles it gets an instance of its class."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (str(self),)
+
+
+class Missing:
+    """An environment or attribute that rewards can't get; each use raises an error with the reason."""
+
+    def __init__(self, reason: str):
+        self.reason = reason
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(self.__dict__.get("reason", name))
+
+
+class TRLEnvironment(Environment):
+    """An instance of the user's class in an episode. An action is JSON: calls, or {"reward": bool} at the end."""
+
+    def __init__(self, spec: str, setup: Mapping[str, Any]):
+        """Load the class. ``setup`` has the folder ``copies``, the dataset's ``row``, and the class's ``arguments``."""
+        self._class = load_object(spec, Path(setup["copies"]))
+        self._setup, self._noise, self._instance = setup, Noise(), None
+        self.tools: list[dict[str, Any]] = []  # the chat template gets them as a variable
+
+    def reset(self, seed: int) -> Turn:
+        """Create the instance and call its ``reset`` with the row; return the prompt and the text that it adds."""
+        row = self._setup["row"]
+        self._noise.seed("trl", seed)
+        with self._noise.running():
+            self._instance = self._class(**self._setup["arguments"])
+            reset = self._instance.reset
+            text = reset(**select_columns(row, list_accepted_columns(reset)))
+        if text is not None and not isinstance(text, str):
+            message = f"{self._class.__name__}.reset returned {type(text).__name__}, and images are not supported"
+            raise config_error("environment", message, "return a text or None")
+        *before, last = row["prompt"]
+        return Turn([*before, {**last, "content": last["content"] + (text or "")}])
+
+    def step(self, action: str) -> Turn:
+        """Run the calls of a turn in their order and return their results as messages, or end the episode."""
+        calls = json.loads(action)
+        with self._noise.running():
+            if isinstance(calls, dict):
+                reward = self._instance.get_reward() if calls["reward"] else 0.0
+                reward = get_async_runner().run(reward) if inspect.iscoroutine(reward) else reward
+                return Turn([], float(reward), True, {"state": _dump(self._instance)})
+            methods = {method.__name__: method for method in list_methods(self._instance)}
+            return make_results_turn([(call["name"], _run(methods, **call)) for call in calls])
+
+
+def _run(methods: Mapping[str, Any], name: str, arguments: dict[str, Any], problem: str) -> Score:
+    """Call a method and return the text of its result, or the reason of its failure."""
+    try:
+        return Score(None, problem) if problem else Score(make_text(methods[name](**arguments)))
+    except MemoryError:  # the limit of the process
+        raise
+    except Exception as error:
+        return Score(None, mask_secrets(describe_error(error)))
+
+
+def play(
+    completions: Sequence[list[str]], environment: Sequence[str], arguments: Sequence[str], seed: Sequence[int],
+    episode: Sequence[str], last_digest: Sequence[str],
+) -> list[str]:  # fmt: skip
+    """Play the next turn of each episode with a ``TRLEnvironment``, as ``stage.play`` does with other environments."""
+    rows = zip(completions, environment, arguments, seed, episode, last_digest, strict=True)
+    return [play_turn(*row, load=TRLEnvironment) for row in rows]
+
+
+play.converts = lambda text: Score(text)  # type: ignore[attr-defined]  # a text; reward functions return a number
+
+
+def _dump(instance: Any) -> str:
+    """Return the attributes of an instance as text. Those that pickle can't send, or too large ones, become Missing."""
+    state, room = dict[str, Any](), _MAX_STATE
+    for name, value in vars(instance).items():
+        try:
+            data = pickle.dumps(value)
+            pickle.loads(data)
+            if len(data) > room:
+                raise ValueError(f"it has {len(data):,} bytes, more than {room:,}")
+            state[name], room = value, room - len(data)
+        except Exception as error:
+            state[name] = Missing(f"a reward can't get the attribute '{name}' ({describe_error(error)})")
+    return base64.b64encode(pickle.dumps(state)).decode()
+
+
+def _restore(text: str) -> Any:
+    """Return the environment of a ``SavedEnvironment``, or Missing if it has none or can't be loaded."""
+    saved = json.loads(text)
+    if "failed" in saved:
+        return Missing(f"a reward can't get the environment ({saved['failed']})")
+    try:
+        environment_class = load_object(saved["spec"], Path(saved["copies"]))
+        instance = environment_class.__new__(environment_class)
+        vars(instance).update(pickle.loads(base64.b64decode(saved["state"])))
+    except Exception as error:
+        return Missing(f"a reward can't get the environment ({describe_error(error)})")
+    return instance

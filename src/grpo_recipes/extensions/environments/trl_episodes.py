@@ -1,0 +1,100 @@
+"""Episodes of TRL environments: the policy answers a prompt of a dataset, and may call methods of the environment.
+
+``ToolEpisodes`` finds the calls. They are actions of an environment in a child process, which keeps its state.
+"""
+
+import json
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from grpo_recipes.extensions.environments.episode import Episode
+from grpo_recipes.extensions.environments.episodes import Episodes
+from grpo_recipes.extensions.environments.stage import hash_turn, parse_turn
+from grpo_recipes.extensions.environments.tool_episodes import ToolEpisodes
+from grpo_recipes.extensions.environments.trl_environments import PLAY, SavedEnvironment
+from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
+from grpo_recipes.recipe.datafiles import ENVIRONMENTS, solution_names
+from grpo_recipes.recipe.registry import SOURCE_REWARD
+from grpo_recipes.rewards.chance import make_call_seed
+from grpo_recipes.rewards.score import Score
+from grpo_recipes.rollouts.source import SamplingTrainer
+
+
+class TRLEpisodes(ToolEpisodes):
+    """Completions for recipes with a TRL environment: a class without ``step``, and a dataset.
+
+    A turn whose calls exceed a limit does not count: the environment is as before it, and the policy reads the error.
+    """
+
+    _function = PLAY
+
+    def __init__(self, script_args: ScriptArguments, args: GRPOConfig, run_dir: Path):
+        super().__init__(script_args, args, run_dir)
+        self._specs = {}  # the class is loaded by its own name, like rewards in the same file
+        # By row: the episode as the child process sees it. Its actions are the calls of the turns that ended in time.
+        self._sent: dict[int, Episode] = {}
+        columns = script_args.dataset_solution_column, script_args.eval_dataset_solution_column
+        self._solutions = solution_names(columns, script_args.dataset_mixture)
+
+    def _make_episode(self, row_index: int, row: dict[str, Any]) -> Episode:
+        """Return the episode of a dataset row before its first turn; the row are arguments of the class's reset."""
+        setup = {"copies": str(self._copies), "arguments": self._script.environment_args or {}}
+        setup["row"] = {**dict.fromkeys(self._solutions, row.get("answer")), **row}
+        seed = make_call_seed(self._args.seed, f"{self._name}/{row_index}")
+        fields = row_index, self._script.environment, json.dumps(setup, default=str), seed
+        self._sent[row_index] = Episode(*fields)
+        return Episode(*fields)
+
+    def _request_answers(
+        self, episodes: Sequence[Episode], give_up_after: int | None, stopped: Callable[[], bool]
+    ) -> list[Score]:
+        """Reset the environments, or run the calls of the last turns; return a turn as JSON for each episode."""
+        calls = [self._find_calls(episode) for episode in episodes]
+        asking = [index for index, episode in enumerate(episodes) if calls[index] or not episode.actions]
+        for index in asking:
+            texts = [json.dumps([call._asdict() for call in calls[index]])] if calls[index] else []
+            self._sent[episodes[index].row].actions += texts
+        scores = dict(zip(asking, self._ask([episodes[index] for index in asking], stopped), strict=True))
+        for index, score in scores.items():
+            if calls[index] and score.reason is not None:
+                self._sent[episodes[index].row].actions.pop()
+                scores[index] = self._write_turn(episodes[index], [(call, score) for call in calls[index]])
+        return [scores.get(index) or self._write_turn(episode, []) for index, episode in enumerate(episodes)]
+
+    def _write_turn(self, episode: Episode, results: Sequence[Any]) -> Score:
+        """Return the turn of ``_make_turn`` as JSON."""
+        return Score(json.dumps(asdict(self._make_turn(episode, results))))
+
+    def _ask(self, episodes: Sequence[Episode], stopped: Callable[[], bool]) -> list[Score]:
+        """Send the last actions to the child processes; return the environments' turns as JSON, or failures."""
+        sent = [self._sent[episode.row] for episode in episodes]
+        scores = Episodes._request_answers(self, sent, None, stopped)
+        for episode, score in zip(sent, scores, strict=True):
+            episode.last_digest = hash_turn(score.value) if score.reason is None else episode.last_digest
+        return scores
+
+    def _make_output(self, trainer: SamplingTrainer) -> dict[str, Any]:
+        """End the episodes; return TRL's columns with the environments and, if it is asked for, their rewards."""
+        rewarded = SOURCE_REWARD in self._script.reward_funcs
+        playing = [episode for episode in self.played if not episode.failed]
+        for episode in playing:
+            self._sent[episode.row].actions.append(json.dumps({"reward": rewarded}))
+        with trainer.preemption.cutting_short(), trainer.rows.phase("score"):
+            scores = self._ask(playing, trainer.preemption.stop.cuts)
+        trainer.preemption.stop_if_agreed()
+        saved = {episode.row: {"failed": episode.failed} for episode in self.played}
+        code = {"spec": self._script.environment, "copies": str(self._copies)}
+        for episode, score in zip(playing, scores, strict=True):
+            if score.reason is not None:
+                saved[episode.row], episode.failed = {"failed": score.reason}, score.reason if rewarded else None
+                continue
+            turn = parse_turn(score.value)
+            saved[episode.row] = {**code, "state": str(turn.info["state"])}
+            episode.turns[-1] = replace(episode.turns[-1], reward=turn.reward)
+        environments: list[Any] = [SavedEnvironment(json.dumps(saved[episode.row])) for episode in self.played]
+        if self._script.reward_isolation == "none":
+            environments = pickle.loads(pickle.dumps(environments))
+        return {**Episodes._make_output(self, trainer), ENVIRONMENTS: environments}
