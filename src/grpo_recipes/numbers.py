@@ -16,7 +16,7 @@ _LARGEST_FLOAT32 = 3.4028234e38
 
 
 def find_reward_problem(value: float) -> str | None:
-    """Return why a reward, score or advantage can't be trained on: NaN, infinite, or above 1e15; None if it can."""
+    """Return why a reward, score or advantage is unusable: NaN, infinite, or beyond +-1e15. None if it is fine."""
     if isinstance(value, int) and abs(value) > LARGEST_REWARD:  # may be too large for a float
         return f"an integer is beyond {LARGEST_REWARD:.0e}: the variance of a group would overflow float32"
     if not math.isfinite(value):

@@ -68,7 +68,7 @@ def sort_newest_first(paths: Iterable[Path]) -> list[Path]:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process, even in another container, holds an exclusive lock on a file; false without a file."""
+    """Return whether a process, even in another container, locks a file exclusively. False if it can't be read."""
     try:
         with path.open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -132,8 +132,9 @@ def make_smoke_task(
 ) -> None:  # fmt: skip
     """Write the model and the data to `out_dir`, atomically; do nothing if they exist.
 
-    ``on_episodes`` trains the model ``name`` of an extension instead, which has no data. An OSError is raised if
-    `out_dir` was made with other settings or can't be written.
+    ``tied`` shares the embeddings of input and output. Empty ``phases`` leave the weights random and add solutions
+    to the rows. ``on_episodes`` trains the model ``name`` of an extension instead, which has no data. An OSError is
+    raised if `out_dir` was made with other settings or can't be written.
     """
     key = hash_settings(seed, tied, dtype, phases, name)
     if _is_complete(out_dir, key):
@@ -305,7 +306,7 @@ def list_smoke_tasks() -> tuple[str, ...]:
 
 
 def smoke_folder(name: str, environment: Mapping[str, str]) -> Path:
-    """Return the cache folder of a built-in smoke task; a ConfigError if there is no such task."""
+    """Return the cache folder of a built-in smoke task; it may not exist. Raise ConfigError for an unknown name."""
     if name not in list_smoke_tasks():
         message = f"there is no built-in '{name}'"
         raise config_error("model_name_or_path", message, f"write {' or '.join(list_smoke_tasks())}")
@@ -316,7 +317,10 @@ def smoke_folder(name: str, environment: Mapping[str, str]) -> Path:
 
 
 def smoke_command(name: str, environment: Mapping[str, str]) -> tuple[Path, list[str]]:
-    """Return the folder of a built-in smoke task, and the command that makes it there (a minute; needs torch)."""
+    """Return the folder of a built-in smoke task, and the command that makes it there (a minute; needs torch).
+
+    Raise ConfigError if there is no such task.
+    """
     folder = smoke_folder(name, environment)
     if name in _EPISODES:
         return folder, module_command(_EPISODES[name], str(folder))

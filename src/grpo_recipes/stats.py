@@ -89,9 +89,10 @@ def compare_ends(values: Sequence[float]) -> int:
 def mean_with_interval(estimates: Sequence[float], most: float = 1.0) -> tuple[float, Interval]:
     """Return the mean of the problems' estimates (each between 0 and ``most``) with its 95 % interval.
 
-    If every estimate is 0 or 1, as with a single completion per problem, it is Wilson's interval. Otherwise it is
-    Student's t interval over problems, cut to [0, most]. If all estimates are equal, their spread is no evidence: the
-    interval then allows Wilson's share of unseen problems to have 0 or ``most``.
+    ``estimates`` must not be empty. If ``most`` is 1 and every estimate is 0 or 1, as with a single completion per
+    problem, it is Wilson's interval. Otherwise it is Student's t interval over problems, cut to [0, most]. For a
+    single problem, it is [0, most]. If all estimates are equal, their spread is no evidence: the interval then
+    allows Wilson's share of unseen problems to have 0 or ``most``.
     """
     count = len(estimates)
     mean = math.fsum(estimates) / count
@@ -107,7 +108,10 @@ def mean_with_interval(estimates: Sequence[float], most: float = 1.0) -> tuple[f
 
 
 def wilson_interval(right: int, count: int) -> Interval:
-    """Return Wilson's 95 % interval of a proportion, valid at 0 and 1 and for few problems (AIME has 30)."""
+    """Return Wilson's 95 % interval of right / count, valid at 0 and 1 and for few problems (AIME has 30).
+
+    ``count`` must be above 0.
+    """
     share, z2 = right / count, Z_95**2
     centre = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = Z_95 / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
@@ -133,11 +137,12 @@ def scores_at_k(
 ) -> dict[str, tuple[float, Interval | None]]:
     """Return ``pass@k``, ``mean@k``, ``best@k`` and ``majority@k`` of an evaluation, each with its 95 % interval.
 
-    ``rewards``, ``right`` and ``answers`` are (problems, samples): the reward of a completion, whether it is right, and
-    its answer. ``ks`` are at most the number of samples; by default ``evaluated_ks`` of it. Unscored completions (None
-    as reward or in ``right``) are skipped, so "the first k" are the first k scored completions. A problem with fewer
-    than k scored completions is left out. A score without problems is NaN and has no interval. ``majority@k`` is left
-    out if no completion has an answer.
+    ``rewards``, ``right`` and ``answers`` are (problems, samples): the reward of a completion, whether it is right,
+    and its answer. ``ks`` are at most the number of samples; by default ``evaluated_ks`` of it. Unscored
+    completions (None as reward or in ``right``) are skipped, so "the first k" are the first k scored completions. A
+    problem with fewer than k scored completions is left out. A score without problems is NaN and has no interval
+    (None). ``mean@k`` and ``best@k`` of a single problem have none either. ``majority@k`` is left out if no
+    completion has an answer.
     """
     scored = [[reward for reward in row if reward is not None] for row in rewards]
     judged = [

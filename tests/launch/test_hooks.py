@@ -20,6 +20,9 @@ class Fine(RunHooks):
     def on_model(self, run_dir: Path) -> str:
         return ", copied"
 
+    def next_command(self, run_dir: Path) -> str:
+        return f"copy {run_dir}"
+
 
 class Broken(RunHooks):
     def check(self, recipe, environment, run_name) -> list[str]:
@@ -34,6 +37,9 @@ class Broken(RunHooks):
     def on_model(self, run_dir: Path) -> str:
         raise OSError("the disk is full")
 
+    def next_command(self, run_dir: Path) -> str:
+        raise OSError("the disk is full")
+
 
 def test_hooks_do_nothing_by_default(read) -> None:
     hooks = AllHooks([RunHooks()])
@@ -46,6 +52,8 @@ def test_every_hook_is_called_and_an_error_becomes_a_line(read) -> None:
     hooks.on_progress(Path("run"))
     assert hooks.on_end(Path("run")) == ["Broken failed (OSError: the disk is full)", "run has ended"]
     assert hooks.on_model(Path("run")) == "; Broken failed (OSError: the disk is full), copied"
+    assert hooks.next_command(Path("run")) == "Broken failed (OSError: the disk is full)"
+    assert AllHooks([RunHooks(), Fine()]).next_command(Path("run")) == "copy run"
     assert AllHooks([Fine()]).check(read(), {}, "mine") == ["mine is checked"]
 
 

@@ -47,11 +47,12 @@ def target_weights(
 ) -> torch.Tensor:
     """Return the optimal weights, q^(1 / (tau + beta)) * pi_ref^(beta / (tau + beta)), normalized.
 
-    ``q_PG`` is the result of ``listwise_q``. Values below 1e-12 count as 1e-12. ``ref_logps_PG`` are log-probabilities
-    of whole completions under the reference, in nats, per token or summed. They are None if beta is 0. ``tau``, in
-    units of log q, is a number or a tensor that broadcasts against (P, 1). At inf the weights are uniform. Raise
-    ValueError if tau or beta is below 0, tau + beta is 0, beta is infinite, or the reference is missing or not finite
-    for a scorable completion.
+    ``q_PG`` is the result of ``listwise_q``. Values below 1e-12 count as 1e-12. ``ref_logps_PG`` are
+    log-probabilities of whole completions under the reference, in nats, per token or summed. They are None if beta
+    is 0. Completions with a q of NaN are not scorable: their weight is 0, and their reference may have any value.
+    ``tau``, in units of log q, is a number or a tensor that broadcasts against (P, 1). At inf the weights are
+    uniform. Raise ValueError if tau or beta is below 0, tau + beta is 0, beta is infinite, or the reference is
+    missing or not finite for a scorable completion.
     """
     if not 0 <= beta < math.inf:
         raise ValueError(f"beta must be at least 0 and finite, not {beta}")
@@ -127,7 +128,10 @@ def subtract_group_mean(rewards_PG: torch.Tensor) -> torch.Tensor:
 
 
 def find_different_rewards(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """Return a mask, (P,), of the groups with different rewards. Other groups have equal weights for every tau."""
+    """Return a mask, (P,), of the groups with different rewards.
+
+    Rewards of NaN are left out. Other groups have equal weights for every tau.
+    """
     most_P = rewards_PG.nan_to_num(nan=-torch.inf).amax(1)
     least_P = rewards_PG.nan_to_num(nan=torch.inf).amin(1)
     return most_P - least_P > EQUAL
@@ -150,7 +154,7 @@ def incorrect_mass(weights_PG: torch.Tensor, wrong_PG: torch.Tensor) -> torch.Te
 def target_ratio(weights_PG: torch.Tensor, right_PG: torch.Tensor, wrong_PG: torch.Tensor) -> torch.Tensor:
     """Return the (P,) ratios of the mean weight of right to wrong answers. NaN for a group without right or wrong.
 
-    Infinite if only wrong answers have weight 0.
+    Also NaN if both have weight 0. Infinite if only the wrong answers have weight 0.
     """
 
     def mean_weight(selected_PG: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,8 @@ EPSILON = 1e-8  # added to standard deviations
 def leave_one_out(rewards_PG: torch.Tensor) -> torch.Tensor:
     """Return rewards minus the mean of the group's other completions: RLOO (https://arxiv.org/abs/2402.14740, eq. 4).
 
-    An only scored completion of a group has nothing to compare with: its advantage is NaN.
+    Unscored completions (NaN) do not count in the mean and stay NaN. The only scored completion of a group gets
+    NaN, because there is nothing to compare it with.
     """
     others_P1 = (~rewards_PG.isnan()).sum(dim=1, keepdim=True) - 1
     sum_of_others_PG = rewards_PG.nansum(dim=1, keepdim=True) - rewards_PG

@@ -147,8 +147,9 @@ def command(
 
     The function gets the parsed options and returns the exit code. ``exclusive`` options can't be combined with each
     other. With ``takes_recipe``, the command also accepts a recipe and flags for its keys, which it finds in
-    ``options.flags``. With ``takes_several``, more recipes may follow the first, in ``options.then``. A ``ConfigError``
-    in the function ends in exit code 2.
+    ``options.flags``. With ``takes_several``, more recipes may follow the first, in ``options.then``. ``usage`` and
+    ``epilog`` are texts of its help, used only with ``takes_recipe``. A ``ConfigError`` in the function ends in
+    exit code 2.
     """
     return lambda run: Command(help, run, options, exclusive, takes_recipe, takes_several, usage, epilog)
 
@@ -186,7 +187,10 @@ class Parser(argparse.ArgumentParser):
         print(message, end="", file=file or sys.stderr)
 
     def _reject_repeats(self, words: Sequence[str]) -> None:
-        """Raise ConfigError if two flags set the same option or key. Switches and lists may be repeated."""
+        """Raise ConfigError if two flags set the same option or key, also by an alias or ``--no_KEY``.
+
+        Switches, options that append, ``--unset`` and flags with a dot may be repeated.
+        """
         repeatable = {name for action in self._actions if action.nargs == 0 or isinstance(action, _APPENDS)
                       for name in action.option_strings}  # fmt: skip
         first: dict[str, str] = {}
@@ -290,8 +294,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_reporting_errors(work: Callable[[], int]) -> int:
     """Return the exit code of ``work``; for a ``ConfigError``, print a line for each problem and return 2.
 
-    If the output can't be written, for example to a full disk, print one line and return 2. A closed pipe prints no
-    line. Other errors are raised.
+    If the output can't be written, for example to a full disk, print one line and return 2, or the exit code of
+    ``work`` if it is not 0. A closed pipe prints no line. Later output is then discarded. Other errors are raised.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # print other characters as \\x.. in a terminal without UTF-8
@@ -331,7 +335,10 @@ def _find_flush_error(stream: TextIO | None) -> str:
 
 
 def _is_stdout_error(error: OSError) -> bool:
-    """Return whether an error came from writing to stdout: it has no file name, and another write fails too."""
+    """Return whether an error came from writing to stdout: a broken pipe, or another write to stdout fails too.
+
+    The other write may print an empty line.
+    """
     if isinstance(error, BrokenPipeError) or _find_flush_error(sys.stdout):
         return True
     try:
@@ -345,7 +352,8 @@ def _is_stdout_error(error: OSError) -> bool:
 def meant_option(flag: str, options: list[str], takes_recipe: bool) -> str | None:
     """Return the option in ``options`` that an unknown flag abbreviates or misspells; None if there is none.
 
-    With ``takes_recipe``, None is also returned for a valid recipe key and if a recipe key is nearer.
+    With ``takes_recipe``, None is also returned for a recipe key, for a known name of another tool, and if a recipe
+    key is nearer. ``flag`` may contain a value, as in ``--flag=value``.
     """
     name, key = flag.partition("=")[0], flag.partition("=")[0].lstrip("-").replace("-", "_")
     problem = key_problem(key.removeprefix("no_"), flag) if takes_recipe else None
@@ -360,7 +368,8 @@ def meant_option(flag: str, options: list[str], takes_recipe: bool) -> str | Non
 def _parse_options(arguments: list[str]) -> argparse.Namespace:
     """Parse the arguments of `grpo`; return the command's options, with its recipe and flags for recipe keys.
 
-    Raise ConfigError for an unknown command or option, and if the working folder does not exist anymore.
+    Recipes are removed from ``arguments``. Raise ConfigError for an unknown command or option, and if the working
+    folder does not exist anymore.
     """
     arguments = arguments or ["--help"]
     name = arguments[0]

@@ -38,7 +38,10 @@ class LaunchRequest:
 
 
 def launch_command(options: Options, variables: Mapping[str, str]) -> str:
-    """Return the equivalent `grpo launch` command as a line for the shell, with ``variables`` before it."""
+    """Return the equivalent `grpo launch` command as a line for the shell, with ``variables`` before it.
+
+    It lacks the recipes in ``options.then`` and the timeout of a meeting.
+    """
     words = [
         "grpo", "launch",
         *([options.recipe] if options.recipe else []),
@@ -66,7 +69,11 @@ def one_node_options(options: Iterable[Option]) -> list[Option]:
 
 
 def unknown_flags(flags: list[str], options: Iterable[str], program: str) -> Iterator[Problem]:
-    """Yield problems of flags that abbreviate or misspell an option; `grpo launch` checks the other flags."""
+    """Yield problems of flags that abbreviate or misspell an option; `grpo launch` checks the other flags.
+
+    ``options`` are the names of the options of ``program``; the options of `grpo launch` are known, too. A first
+    word that is not a flag is also a problem.
+    """
     if flags and not flags[0].startswith("-"):
         yield Problem(f"'{flags[0]}'", "is not a flag", f"use --config {shell_quote(flags[0])} for a recipe")
     launch_options = one_node_options(load_command("launch").all_options())
@@ -79,9 +86,10 @@ def unknown_flags(flags: list[str], options: Iterable[str], program: str) -> Ite
 def with_flags_of(
     error: ConfigError, keys: Mapping[str, Value], options: Mapping[str, str] | None = None
 ) -> ConfigError:
-    """Return an error of the launch with the entry point's flags in its fixes.
+    """Return an error of the launch with the entry point's flags in its locations and fixes.
 
-    Each key in a fix is replaced by the flag that set it. ``options`` maps options of `grpo launch` to other flags.
+    If a problem is at a flag that sets some of the ``keys``, the flag replaces these keys in the fix, except in a
+    fix with a `grpo` command. ``options`` maps options of `grpo launch` to other flags.
     """
 
     def translate_problem(problem: Problem) -> Problem:
@@ -103,8 +111,9 @@ def with_gpus(
 ) -> tuple[Resources, list[str]]:
     """Return the devices for a launch that needs ``requested`` GPUs on each node, and notes for the user.
 
-    With too few visible GPUs, a dry run plans for ``nodes`` nodes with ``requested`` GPUs, and another launch raises a
-    ConfigError at ``source`` with the fix ``fix``. Without visible GPUs, the launch itself reports the error.
+    With too few visible GPUs or none, a dry run plans for ``nodes`` nodes with ``requested`` GPUs. Another launch
+    raises a ConfigError at ``source`` with the fix ``fix`` if there are too few, and gets ``resources`` unchanged
+    if there are none, because the launch itself reports that.
     """
     visible = len(resources.gpus)
     if visible >= requested or (not visible and not dry_run):

@@ -77,7 +77,7 @@ def _hub_row(asset: Asset, record: Asset | None, online: bool, update: bool) -> 
     """Return the table row of an asset of the hub; first download the asset if it is missing.
 
     ``record`` is the earlier download, or None. With ``update``, an asset with a newer commit is downloaded again.
-    Raise ConfigError if a download is needed, but the hub is not ``online``.
+    Raise ConfigError if the hub is not ``online`` and the asset is missing or ``update`` is true.
     """
     if not online and (record is None or update):
         state = "is not on this machine" if record is None else "can't be updated"

@@ -85,7 +85,7 @@ def _is_job_id(name: str) -> bool:
 
 
 def find_run(name: str) -> Run:
-    """Find a run by its folder, its name, its job id, or ``last``; raise ConfigError if there is no such run."""
+    """Find a run by its folder, the folder's name in RUN_ROOT, its job id or ``last``, or raise ConfigError."""
     fix = "give a run directory, a run in RUN_ROOT, the id of its job, or last"
     runs = rundir.list_runs(run_root(os.environ))  # the newest first
     if newest := next((run for run in runs if run.folder.name.startswith(f"{name}-")), None):
@@ -260,7 +260,7 @@ def group_lines(group: RunGroup, jobs: dict[str, Job] | None) -> list[str]:
 
 
 def _find_write_time(entry: Run | RunGroup) -> float:
-    """Return the last time that the summary of a run or a trial was written, or else the time of its start."""
+    """Return the Unix time of the last write to the summary of a run or its trials, or of its start; 0 if gone."""
     summaries = entry.folder.glob(f"{rundir.CELLS}/*/summary.json")
     trials = [path.stat().st_mtime for path in summaries]
     record = entry.record_file if isinstance(entry, RunGroup) else "run.json"
@@ -383,7 +383,7 @@ def wait_for_run(target: Target, follower: LogFollower | None = None) -> Target:
 
 
 def _follow(target: Run | RunGroup, follower: LogFollower) -> None:
-    """Print new lines until the run or the folder of runs has ended."""
+    """Print new lines until the run or group has ended; raise ConfigError if Slurm is silent for too long."""
     last_state, folders = "", dict[Path, None]()
     poll = SlurmPoll(lambda: find_jobs(target))
     while True:
@@ -489,8 +489,9 @@ def _stop_job(job: BareJob) -> None:
 def _stop_run(run: Run, now: bool) -> None:
     """Request that a run saves and ends, and is not requeued; print the action.
 
-    A waiting job is removed from the queue. With ``now``, the job is canceled, or the launcher gets SIGTERM twice.
-    Raise ConfigError if the launcher runs on another machine without Slurm.
+    A waiting job, or the job of a run that has not started, is removed from the queue, and the run's summary gets
+    the status "stopped". With ``now``, another job is canceled, or without a job the launcher gets SIGTERM twice.
+    Raise ConfigError with ``now`` if the launcher runs on another machine without Slurm.
     """
     job = _find_run_job(run)
     (run.folder / rundir.NO_REQUEUE).touch()

@@ -133,7 +133,10 @@ def _print_sections(sections: Mapping[str, Entries]) -> None:
 
 
 def _print_matches(matches: Entries, exact: set[str], word_start: re.Pattern[str]) -> None:
-    """Print exact matches with type, limits and the whole help, then a table of the other matches."""
+    """Print exact matches with type, limits and the whole help, then a table of the other matches.
+
+    ``exact`` has names in lower case. ``word_start`` selects the sentence of the help in the table.
+    """
     described = [name for name in matches if name.lower() in exact]
     for name in described:
         print(*_describe_key(name, matches[name]), sep="\n")
@@ -154,7 +157,10 @@ def _describe_key(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _make_row(name: str, entry: Mapping[str, Any], word_start: re.Pattern[str] | None = None) -> list[str]:
-    """Return name, default and a sentence of the help: the first with the word, or else the first."""
+    """Return name, default and a sentence of the help: the first that ``word_start`` matches, or else the first.
+
+    The default is JSON of at most 20 characters; it is shortened, or empty without a default.
+    """
     sentences = [f"{sentence.removesuffix('.')}." for sentence in _SENTENCE_END.split(entry["help"])]
     with_word = (text for text in sentences if word_start and word_start.search(text.lower().replace("_", " ")))
     default = json.dumps(entry["default"]) if "default" in entry else ""

@@ -85,9 +85,10 @@ def read_nodes(options: argparse.Namespace, job: SlurmJob | None) -> NodeFlags:
 
 
 def reject_other_launchers(command: str, environment: Mapping[str, str]) -> None:
-    """Raise a ConfigError if torchrun, accelerate or mpirun has started this launch several times.
+    """Raise a ConfigError if torchrun, or mpirun with several processes, has started this launch.
 
-    The fix is ``command``, which ends with the flag for the number of training processes of a node.
+    accelerate starts several processes by torchrun, too. torchrun is rejected even with one process. The fix is
+    ``command``, which ends with the flag for the number of training processes of a node.
     """
     if "TORCHELASTIC_RUN_ID" in environment:
         launcher, count = "torchrun", int(environment.get("LOCAL_WORLD_SIZE", "1"))

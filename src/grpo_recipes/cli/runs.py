@@ -54,7 +54,10 @@ def launch_options(
     options: argparse.Namespace, recipe: str | None, flags: Sequence[str], meeting: Meeting | None = None,
     keys: Mapping[str, Value] | None = None,
 ) -> Options:  # fmt: skip
-    """Return the options of a launch for a command line, a recipe, recipe keys and flags."""
+    """Return the options of a launch for a command line, a recipe, recipe keys and flags.
+
+    ``recipe`` and ``flags`` replace the values in ``options``. Recipes that follow (``then``) are left out.
+    """
     return Options(
         recipe=recipe, task=options.task, resume=options.resume, allow_changed_code=options.allow_changed_code,
         update_rewards=options.update_rewards, dry_run=options.dry_run, benchmark=options.benchmark,
@@ -63,7 +66,7 @@ def launch_options(
 
 
 def site_options(required: bool) -> list[Option]:
-    """Return --profile and the options that replace values of the profile."""
+    """Return --profile and the options that replace values of the profile; ``required`` makes it mandatory."""
     texts = {key: str(KEYS[key]["help"]).replace("`", "") for key in OVERRIDES}
     return [
         option("--profile", required=required, metavar="FILE|NAME", help="Site profile, e.g. slurm/profiles/cpu.yaml"),
@@ -75,7 +78,10 @@ def site_options(required: bool) -> list[Option]:
 
 
 def chosen_profile(options: argparse.Namespace) -> Profile:
-    """Return the site's profile, with the values of the command line. Raise ConfigError if one of them is not valid."""
+    """Return the site's profile, with the values of the command line; ``options.profile`` must not be None.
+
+    Raise ConfigError if there is no such profile, or if a value is not valid.
+    """
     values = {key: text for key in OVERRIDES if (text := getattr(options, key)) is not None}
     return read_site_profile(options.profile, os.environ).with_values(values)
 

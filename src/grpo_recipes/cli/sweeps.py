@@ -40,7 +40,11 @@ class Sweeper(ABC):
 
     @abstractmethod
     def axes(self, axes: Mapping[str, list[str]], flags: Sequence[str]) -> Mapping[str, list[str]]:
-        """Return the values of each recipe key; in a search, a range becomes a list of its two ends."""
+        """Return the values of each recipe key; in a search, a range becomes a list of its two ends.
+
+        ``flags`` are the flags of all trials. A search needs this call before ``start``, because it stores the
+        settings of the search. Raise ConfigError if they are wrong.
+        """
 
     @abstractmethod
     def start(

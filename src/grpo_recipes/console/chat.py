@@ -125,8 +125,9 @@ def find_run_or_model(name: str, needs_model: bool, fix: str) -> tuple[Run | Non
     """Return the run that ``name`` refers to, and its model's folder; or None, and the folder or hub id of a model.
 
     ``name`` is a run directory, a run's name, "last", a model's folder, a hub id, or a smoke model such as
-    ``smoke:sums``, which is created if it does not exist. Raise ConfigError with the advice ``fix`` if ``name`` is none
-    of these. With ``needs_model``, also raise ConfigError for a run that has not written ``model/`` yet.
+    ``smoke:sums``, which is created if it does not exist (SystemExit if that fails). Raise ConfigError with the
+    advice ``fix`` if ``name`` is none of these. With ``needs_model``, also raise ConfigError for a run that has not
+    written ``model/`` yet.
     """
     path = Path(name)
     if name.startswith(SMOKE_SCHEME):

@@ -115,7 +115,8 @@ _CHUNK = 256  # completions scored at a time
 def eval(options: argparse.Namespace) -> int:
     """Sample and score completions of a model, and write the results to the output folder.
 
-    Return 0, 1 if completions are missing, or 130 after Ctrl-C. Raise ConfigError for wrong options or settings.
+    Return 0, 1 if completions are missing or the server did not start, or 130 after Ctrl-C. Raise ConfigError for
+    wrong options or settings.
     """
     _check_options(options)
     names = {f"--{key}": f"--{name}" for name, key in _KEYS.items() if getattr(options, name) is not None}

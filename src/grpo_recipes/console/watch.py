@@ -63,8 +63,8 @@ class Picture:
     def draw_lines(self, width: int, state: str, over: bool) -> list[str]:
         """Read new rows of the run's files and return the lines of the picture, at most ``width`` characters each.
 
-        ``state`` is the state of the run in words. If the run is ``over``, its activity and remaining time are omitted.
-        Without steps, there are only one or two lines.
+        A ``width`` below 20 counts as 20. ``state`` is the state of the run in words. If the run is ``over``, its
+        activity and remaining time are omitted. Without steps, there are only one or two lines.
         """
         for reader, rows in zip(self._readers, self._rows, strict=True):
             if new := reader.read_new():  # a resumed run repeats the steps after its checkpoint
@@ -102,8 +102,9 @@ class Picture:
 def draw_curve(values: Sequence[float], first: int, last: int, width: int, height: int = _HEIGHT) -> list[str]:
     """Return the lines of a text chart of values over the steps ``first`` to ``last``, or [] without values.
 
-    The chart is ``height`` lines high, plus a line with the steps. Each column is the mean of one or several steps,
-    drawn with block characters, or with # and dots if stdout is not UTF-8.
+    The chart is ``height`` lines high, plus a line with the steps. ``width`` is the space for a whole line in
+    characters. Each column is the mean of one or several steps, drawn with block characters, or with # and dots if
+    stdout is not UTF-8.
     """
     if not values:
         return []
@@ -123,7 +124,10 @@ def draw_curve(values: Sequence[float], first: int, last: int, width: int, heigh
 
 
 def _draw_phase_bars(rows: Sequence[dict[str, Any]], width: int) -> list[str]:
-    """Return a line for each phase that took time in ``rows``: name, % of the time, seconds per step, and a bar."""
+    """Return a line for each phase that took time in ``rows``: name, % of the time, seconds per step, and a bar.
+
+    ``width`` is the space for a whole line in characters. A line has at least 26, also if ``width`` is less.
+    """
     seconds = {name: sum(drop_missing(finite_number(row.get(f"seconds/{name}")) for row in rows)) for name in _PHASES}
     total, room = sum(seconds.values()) or 1.0, max(1, width - 27)
     mark = "█" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"

@@ -112,7 +112,7 @@ def load_rows(source: DataSource, args: ScriptArguments, fetched: Fetched | None
 
 
 def list_columns(rows: Rows) -> list[str]:
-    """Return the column names of rows. For a stream without a schema, read them from its first row."""
+    """Return the column names of rows, [] without rows. A stream without a schema is read up to its first row."""
     return rows.column_names or list(next(iter(rows), {}))
 
 
@@ -172,7 +172,7 @@ def _get_text_options(kind: str, file: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Problems:
-    """Problems that are read lazily."""
+    """Problems that are read lazily, and only once."""
 
     features: Features
     """Types of ``prompt``, ``answer`` and the other columns."""
@@ -232,8 +232,8 @@ def make_problems(
 ) -> Problems:
     """Convert rows to problems, ``batch_rows`` at a time when they are read, and add to ``counts``.
 
-    Rows without a prompt or a solution are dropped. Raise ConfigError if a column is missing. A prompt that is neither
-    text nor chat raises ConfigError when its batch is read.
+    Rows without a prompt or a solution are dropped. Raise ConfigError if a column is missing or there are no rows.
+    A prompt that is neither text nor chat raises ConfigError when its batch is read.
     """
     names = list_columns(rows)
     if not names:
@@ -391,9 +391,9 @@ def load_mixture(
 ) -> tuple[Dataset, Dataset | None]:
     """Join, shuffle and split the datasets of a mixture. The same recipe gives the same rows in the same order.
 
-    Return training problems, and held-out problems or None without ``test_split_size``. No prompt is in both. Problems
-    have ``prompt``, ``answer``, ``source`` (the id of their dataset), and the columns that all datasets have. Raise
-    ConfigError if no row is left to train on.
+    Return training problems, and held-out problems or None without ``test_split_size``. No prompt is in both.
+    Problems have ``prompt``, ``answer``, ``source`` (the id of their dataset), and the columns that all datasets
+    have. Update ``counts``. Raise ConfigError if no row is left to train on.
     """
     mixture = DatasetMixtureConfig(**(args.dataset_mixture or {}))
     seed = int(mixture.seed)

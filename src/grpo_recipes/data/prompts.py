@@ -164,7 +164,8 @@ def load_prompts(
     """Read, render and filter the training prompts. With several ranks, rank 0 does it and the others wait.
 
     ``args.chat_template``, if set, is stored in the tokenizer. ``least`` is the number of prompts of a step. ``seed``
-    shuffles the rows before ``max_train_prompts`` selects the first ones. Raise ConfigError if the source cannot be
+    shuffles the rows before ``max_train_prompts`` selects the first ones. ``template_kwargs`` are the recipe's
+    ``chat_template_kwargs``. ``fetched`` finds downloaded datasets. Raise ConfigError if the source cannot be
     read, a column is missing, the template fails, or too few prompts remain.
     """
     renderer = make_renderer(args.chat_template, tokenizer, template_kwargs)
@@ -303,8 +304,9 @@ def _load_all(source: DataSource, args: ScriptArguments, renderer: Renderer, cou
 def _prepare_on_main(name: str, prepare: Callable[[], Prompts]) -> Prompts:
     """Call ``prepare`` on rank 0, which saves the dataset to ``<run>/prompts``; memory-map it on every other rank.
 
-    All nodes share the file system of the run directory. A single process writes nothing. A ConfigError of ``prepare``
-    is raised on every rank. After another error, the other ranks raise a RuntimeError.
+    All nodes share the file system of the run directory. Earlier datasets with this ``name`` are deleted there. A
+    single process writes nothing. A ConfigError of ``prepare`` is raised on every rank. After another error, the
+    other ranks raise a RuntimeError.
     """
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return prepare()
@@ -338,7 +340,10 @@ def _prepare_on_main(name: str, prepare: Callable[[], Prompts]) -> Prompts:
 def load_first_problems(
     args: ScriptArguments, limit: int, fetched: Fetched | None = None
 ) -> tuple[list[dict[str, Any]], Counts]:
-    """Read the first ``limit`` training problems of a recipe, before any shuffle, and return them with the counts."""
+    """Read the first ``limit`` training problems of a recipe, before any shuffle, and return them with the counts.
+
+    ``dataset_filter`` and ``max_prompt_length`` are not applied. A mixture is joined and shuffled first.
+    """
     counts = Counts()
     if args.dataset_mixture:
         training, _ = load_mixture(args, counts, fetched)

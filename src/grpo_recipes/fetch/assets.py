@@ -249,9 +249,10 @@ def ensure_assets(
 ) -> Assets:  # fmt: skip
     """Return a run's models and datasets, after downloading the missing ones; a launch calls this first.
 
-    ``grpo fetch`` with these ``arguments`` downloads them in another process, since a launcher lives for days and the
-    hub's clients never release their memory. A resumed run uses the ``recorded`` commits. Raise ConfigError if the hub
-    does not answer or the download fails, and if local files changed since the record, unless ``allow_changed``.
+    ``grpo fetch`` with these ``arguments`` downloads them in another process, since a launcher lives for days and
+    the hub's clients never release their memory. A resumed run uses the ``recorded`` commits. Raise ConfigError if
+    the hub does not answer or the download fails, and if local files changed since the record, unless
+    ``allow_changed``. Raise SystemExit if the user interrupts the download.
     """
     assets = find_assets(recipe, environment, recorded)
     recorded_commits = {asset.identity: asset.commit for asset in _read_assets(recorded) if not asset.from_hub}

@@ -16,7 +16,7 @@ _POLL_SECONDS, _END_SECONDS = 0.1, 1.0
 
 
 def create_smoke_task(name: str, environment: Mapping[str, str], check_stop: Callable[[], None] = lambda: None) -> int:
-    """Create the smoke task ``name`` if it does not exist, and return the exit code of the program that creates it.
+    """Create the smoke task ``name`` and return the exit code of the program that creates it; 0 if the task exists.
 
     The program prints its progress. It ends within ``_END_SECONDS`` after Ctrl-C, or if ``check_stop`` raises an
     exception, which is called ten times per second.

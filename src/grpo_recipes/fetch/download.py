@@ -79,8 +79,9 @@ def read_hub_commit(asset: Asset) -> str:
 def fetch(asset: Asset, environment: Mapping[str, str]) -> Asset:
     """Download an asset at the current commit of its revision, record it, and return it with its path and files.
 
-    A model's files go to the hub client's cache. A dataset goes to ``<CACHE_ROOT>/datasets``, complete or not at all.
-    Raise ConfigError if it does not exist, may not be read or does not fit, or if the hub does not answer.
+    A model's files go to the hub client's cache. A dataset goes to ``<CACHE_ROOT>/datasets``, complete or not at
+    all. Raise ConfigError if it does not exist, may not be read or does not fit, or if the hub does not answer.
+    Call it in the main thread: while a model is downloaded, Ctrl-C ends the process at once with exit code 130.
     """
     with translate_errors(_FAILURES, lambda error: _describe_hub_error(error, asset)):
         fetched = _fetch_model(asset) if asset.kind == MODEL else _fetch_dataset(asset, environment)

@@ -34,7 +34,7 @@ class Channel(Protocol):
     def start(self, environment: Mapping[str, str], folder: Path, on_line: OnLine) -> None:
         """Start the workers, or wait for them; then ``on_line`` gets each line that a worker prints.
 
-        ``folder`` is on the file system that all nodes share.
+        ``folder`` is on the file system that all nodes share. Raise ConfigError if the workers can't be started.
         """
 
     def alive(self) -> bool:

@@ -96,8 +96,14 @@ class AllHooks(RunHooks):
         return "".join(texts)
 
     def next_command(self, run_dir: Path) -> str:
-        """Return the first command that a hook suggests, or an empty text."""
-        return next(filter(None, (hook.next_command(run_dir) for hook in self._hooks)), "")
+        """Return the first command that a hook suggests, or its error; an empty text if no hook suggests any."""
+        for hook in self._hooks:
+            try:
+                if command := hook.next_command(run_dir):
+                    return command
+            except Exception as error:
+                return _describe_failure(hook, error)
+        return ""
 
 
 def _describe_failure(hook: RunHooks, error: Exception) -> str:

@@ -69,6 +69,7 @@ class StopSignals:
     """Handle the signals that stop a run: install handlers in its block, and remove them afterwards.
 
     USR1 requests a save and a new attempt. SIGTERM, SIGHUP, SIGINT (Ctrl-C) and SIGQUIT request a save and the end.
+    Signals other than USR1 that this process ignores already, as under nohup, stay ignored.
 
     If the trainers have something to save, a signal creates the file ``request``, which they check. Otherwise it ends
     the attempt at once: the handler raises StoppedAtOnce.
@@ -242,7 +243,10 @@ class ServerStallDetector:
 
 
 class Monitor:
-    """Check an attempt periodically, and print its progress from the files in the run directory."""
+    """Check an attempt periodically, and print its progress from the files in the run directory.
+
+    The constructor sets the save condition of ``stop``.
+    """
 
     def __init__(self, attempt: Attempt, stop: StopSignals) -> None:
         self.groups: dict[str, Group] = {}  # processes that are ready, by role

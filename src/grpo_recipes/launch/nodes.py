@@ -157,7 +157,7 @@ class NodeWorkers:
 
 
 class RemoteChild(StartedProcess):
-    """A process of the plan on another node."""
+    """A process of the plan on another node, which the constructor starts."""
 
     def __init__(self, workers: NodeWorkers, process: Process) -> None:
         super().__init__(process)
@@ -286,7 +286,10 @@ class NodeWorker:
     def __init__(
         self, node: int, orders: int = 0, write: Callable[[bytes], object] | None = None, address: str | None = None
     ) -> None:
-        """Read orders from the descriptor ``orders``; ``address`` is this node's address in a rendezvous."""
+        """Read orders from the descriptor ``orders``, and send reports by ``write``, by default to standard output.
+
+        ``address`` is this node's address in a rendezvous.
+        """
         self.ending = Ending(1, "the connection to node 0 was lost: its command ended, or its machine is gone")
         self._orders, self._write, self._address = orders, write or _print_bytes, address
         self._signals: list[int] = []  # received signals that are not reported yet
@@ -391,7 +394,7 @@ class NodeWorker:
                 connection.sendall(f"{self._node}\n".encode())
 
     def order_connect(self, peers: list[tuple[str, int]], limit: float) -> None:
-        """Connect to every node by its address and port; report an error text for each, empty after success."""
+        """Connect to every node within ``limit`` seconds; report an error text for each, empty after success."""
 
         def connect(node: int, peer: tuple[str, int]) -> str:
             """Return an empty text if the node with this number answers at ``peer``, else the error."""
@@ -407,7 +410,7 @@ class NodeWorker:
             self._report("connect", errors=list(executor.map(connect, range(len(peers)), peers)))
 
     def order_begin(self, run_dir: str, mark: str, token: str, variables: dict[str, str]) -> None:
-        """Create this node's scratch folders with the run's token; every process gets ``variables``."""
+        """Create scratch folders here with the token; processes get ``variables``, and GRPO_RUN from ``mark``."""
         self._run_dir = Path(run_dir)
         removed = remove_dead_scratch(os.environ)
         self._scratch = make_scratch(os.environ)

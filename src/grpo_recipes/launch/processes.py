@@ -116,7 +116,7 @@ class StartedProcess:
 
 
 class Child(StartedProcess):
-    """A process of the plan on this node under its process guard; ``environment`` is shared by all processes."""
+    """A process of the plan, started here under its process guard; ``environment`` is shared by all processes."""
 
     def __init__(self, process: Process, environment: dict[str, str], run_dir: Path, scratch: Scratch) -> None:
         super().__init__(process)
@@ -359,9 +359,9 @@ def find_ending(groups: Sequence[Group], stopping: bool) -> Ending | None:
 def _find_rank_ending(trainers: State, stopping: bool) -> Ending | None:
     """Return the ending of the rank that failed first, or None; a rank without a recorded exit code was killed.
 
-    A killed rank is blamed before ranks that recorded an error, because its loss may have caused these errors. Ranks
-    that SIGTERM ended are blamed last, because torch's elastic agent ends all other ranks by SIGTERM. If accelerate was
-    killed, no rank is blamed.
+    A killed rank is blamed before ranks that recorded an error, because its loss may have caused these errors.
+    Ranks that SIGTERM ended (torch's elastic agent sends it), and ranks with an unknown exit code, are blamed last.
+    Return None if accelerate was killed and a rank left no exit code, or stopped unrequested (``stopping`` false).
     """
     failures: list[tuple[int, float, Ending]] = []
     for rank in trainers.ranks:

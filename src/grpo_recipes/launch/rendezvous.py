@@ -240,8 +240,8 @@ class MeetingChannel:
 def connect_to_node_0(meeting: Meeting, command: Message) -> socket.socket:
     """Connect this node's worker to node 0, which may start later, and return the connection after the handshake.
 
-    Raise ConfigError if node 0 does not answer within ``meeting.limit`` seconds or rejects this node, or if another
-    program listens there.
+    Raise ConfigError if node 0 does not answer within ``meeting.limit`` seconds or rejects this node, if another
+    program listens there, or if node 0's key file is not visible on this node.
     """
     say(f"node {meeting.rank}: waiting for node 0 at {meeting.endpoint}, at most {meeting.limit:.0f} s")
     deadline, last_error = time.monotonic() + meeting.limit, OSError()

@@ -69,9 +69,10 @@ class Options:
 def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Recipe]:
     """Return the run to resume and its recipe, after all checks of a resume; None and the recipe for a new run.
 
-    A requeued Slurm job resumes its run without ``--resume``. Notes on the resumed run are printed. If the run is just
-    ending, wait for its end. Raise ConfigError if the run can't resume, if options contradict each other, or if the
-    recipe is wrong.
+    A requeued Slurm job resumes its run without ``--resume``. Notes on the resumed run are printed. If the run is
+    just ending, wait for its end. A run that still runs is returned without the checks of its files, because
+    ``lock_run`` rejects it later. Raise ConfigError if the run can't resume, if options contradict each other, or
+    if the recipe is wrong.
     """
     # The frozen recipe of a submitted run contains the environment of the submission.
     environment = {} if os.environ.get(CODE_VARIABLE) else os.environ
@@ -102,7 +103,7 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
         run = find_run(Path(), options.resume)
     rundir.wait_for_end(run)
     notes = []
-    if not run.is_running():  # otherwise its files may change now, and ``claim`` rejects this launch
+    if not run.is_running():  # otherwise its files may change now, and ``lock_run`` rejects this launch
         notes += verify_run_files(run.folder, options.allow_changed_code)
         notes += require_rows(run, options.allow_changed_code)
     changed = describe_code_change(run)
@@ -257,7 +258,8 @@ def create_run(recipe: Recipe, facts: Mapping[str, Any], names: Names) -> tuple[
 def require_same_world_size(run: Run, plan: Plan) -> None:
     """Raise ConfigError if the plan of a resumed run has another number of training processes than before.
 
-    The number is compared with the newest checkpoint, or with the submitted plan if there is no checkpoint.
+    The number is compared with the newest checkpoint, or with the submitted plan if there is no checkpoint. Without
+    both, nothing is checked.
     """
     checkpoint, planned = find_newest_complete(run.folder / "checkpoints"), plan.batch.world_size
     if checkpoint is not None:
@@ -283,9 +285,9 @@ _ORDER_KEYS = (
 def require_same_data_order(run: Run, recipe: Recipe, plan: Plan) -> str:
     """Reject a resume that would continue at another position in the data; return a note, or "" without a note.
 
-    The keys that determine the order of prompts, and the sizes of the batch, must be the same as before. With
-    ``ignore_data_skip``, nothing is compared, and the note explains that the epoch starts again. Raise ConfigError if a
-    value differs.
+    The keys that determine the order of prompts, and the sizes of the batch, must be the same as before. Without a
+    checkpoint, nothing is compared. With ``ignore_data_skip``, nothing is compared either, and the note explains
+    that the epoch starts again. Raise ConfigError if a value differs.
     """
     checkpoint = find_newest_complete(run.folder / "checkpoints")
     if checkpoint is None or not run.plan:

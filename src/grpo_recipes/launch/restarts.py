@@ -19,8 +19,9 @@ class Restarts:
     def decide(self, ending: Ending, stopping: bool) -> Ending:
         """Decide whether the lost process may be restarted, and count the restart.
 
-        If it may, return the ending unchanged. Otherwise return it without ``lost``. If a limit forbids the restart,
-        add the reason to its cause. A restart with a newer model (``renews``) is always allowed and not counted.
+        If it may, return the ending unchanged. Otherwise return it without ``lost``, for example after a request to
+        stop (``stopping``). If a limit forbids the restart, add the reason to its cause. A restart with a newer
+        model (``renews``) is always allowed and not counted.
         """
         lost = ending.lost
         if ending.renews:

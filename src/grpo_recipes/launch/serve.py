@@ -50,7 +50,7 @@ def serving(recipe: Recipe, model: str, environment: Mapping[str, str]) -> Itera
 
     The server listens on the loopback address and has the server settings of ``recipe``. It ends with the block, or
     when this process dies. Ctrl-C does not reach it. Raise ServerFailed with the end of its log if it dies, or if it is
-    not ready after ``vllm_server_timeout`` seconds.
+    not ready after ``vllm_server_timeout`` seconds, and ConfigError if it needs more GPUs than are visible.
     """
     name, port = f"chat-{secrets.token_hex(4)}", _find_free_port()
     scratch = make_scratch(environment)

@@ -31,7 +31,9 @@ def run_stages(
 ) -> int:
     """Launch a recipe, and then the recipes that follow it as long as the exit code is 0; return the last exit code.
 
-    ``launch_one`` launches one recipe, and returns its exit code and its run.
+    ``launch_one`` launches one recipe, and returns its exit code and its run. With ``options.dry_run``, it is
+    called for every recipe, and the result is the first code. Raise ConfigError before the first launch if a later
+    recipe is wrong.
     """
     later_stages = list_later_stages(options, resources)
     code, run = launch_one(options, resources)

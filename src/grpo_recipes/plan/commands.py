@@ -153,7 +153,8 @@ def _no_proxy_variables(environment: Mapping[str, str], hosts: Iterable[str] = (
 def _network_variables(plan: Plan, resources: Resources, environment: Mapping[str, str], node: int) -> dict[str, str]:
     """Return the variables that a process on node ``node`` needs to reach the server and other nodes.
 
-    The user's exported variables are kept. On a single node, only VLLM_HOST_IP is set, and only if there is a server.
+    The user's exported variables are kept, except VLLM_HOST_IP on several nodes. On a single node, only
+    VLLM_HOST_IP is set, and only if there is a server.
     """
     variables = {}
     if plan.mode == "server":
@@ -247,8 +248,8 @@ def log_folder(environment: Mapping[str, str]) -> Path:
 def _plan_server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names) -> Process:
     """Build the ``Process`` of the vLLM server on the first node: argv, variables, log, and the reaction to its loss.
 
-    If the weight sync method can connect to a new server, only a lost server restarts. Otherwise the trainers restart,
-    too.
+    If the weight sync method can connect to a new server and no trainer shares its GPU, only a lost server
+    restarts. Otherwise the trainers restart, too.
     """
     variables = server_environment(plan.device, plan.ports.vllm_internal, environment) | _plugin_variables(environment)
     for part in load_roles():
@@ -332,8 +333,7 @@ def server_command(
     """Return the argv of a vLLM server for ``model``, a folder or hub id, which requests address as ``name``.
 
     It runs ``vllm serve``, by ``trl vllm-serve`` if that works here, otherwise by this project's module
-    ``server.serve``. ``max_num_seqs`` comes from the plan. Without a plan it is the recipe's ``vllm_max_num_seqs``, or
-    vLLM's default.
+    ``server.serve``. Without ``max_num_seqs``, the recipe's ``vllm_max_num_seqs`` or vLLM's default is used.
     """
     on_cpu = device == "cpu"
     program = module_command("grpo_recipes.server.serve")
@@ -402,7 +402,7 @@ def seeds_sampling(seed_server: bool | None, on_cpu: bool) -> bool:
 def longest_sequence(recipe: Recipe) -> int | None:
     """Return the most tokens of a sequence: ``vllm_max_model_length``, or the recipe's limits of prompt and completion.
 
-    None if the recipe has no limits. vLLM would otherwise reserve KV cache for the model's longest sequence.
+    None if one of these limits is missing. Then vLLM reserves KV cache for the model's longest sequence.
     """
     length = recipe.server.max_model_length
     prompt, completion = recipe.data.max_prompt_length, longest_completion(recipe)

@@ -181,7 +181,10 @@ def select_gpus(listing: str, visible: str | None) -> tuple[str, ...]:
 
 
 def find_gpu_memory(environment: Mapping[str, str]) -> float | None:
-    """Return the memory of the smallest visible GPU in GiB; None without nvidia-smi or without GPUs."""
+    """Return the memory of the smallest visible GPU in GiB; None without nvidia-smi or without GPUs.
+
+    For MIG slices, it is the memory of the smallest whole GPU. Raise ConfigError if the driver does not answer.
+    """
     listing = run_nvidia_smi("--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
     gpus = re.findall(r"^(\d+), *(\S+), *(\d+)$", listing or "", re.MULTILINE)
     items = [item.strip() for item in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if item.strip()]

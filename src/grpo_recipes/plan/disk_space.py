@@ -16,7 +16,7 @@ from grpo_recipes.recipe import Recipe
 def require_disk_space(recipe: Recipe, plan: Plan, run_dir: Path) -> None:
     """Raise ConfigError if the files or checkpoints of a run do not fit on its disk.
 
-    If the sizes of the model are unknown, only the number of free inodes is checked.
+    If the disk space of the run can't be estimated, only the number of free inodes is checked.
     """
     if shortage := describe_inode_shortage(run_dir):
         fix = "remove files there, or set run_root to a folder on another file system"

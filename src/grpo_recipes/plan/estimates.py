@@ -29,7 +29,7 @@ _SHARING_MORE = {"ddp": ("zero2", "zero3"), "zero2": ("zero3",)}
 def estimate_memory(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> dict[str, Need]:
     """Estimate the memory of a trainer and of the server: role -> need. A need that does not fit has a fix.
 
-    ``gpu_gib`` is the memory of one GPU, or None if it is unknown. Raise UnknownShape if the model's sizes are unknown.
+    ``gpu_gib`` is the memory of one GPU, or None if it is unknown. Raise UnknownShape as ``Workload.of`` does.
     """
     work = Workload.of(recipe, plan)
     gpu = int(gpu_gib * GIB) if gpu_gib is not None and plan.device == "cuda" else None
@@ -125,7 +125,7 @@ def estimate_disk(recipe: Recipe, plan: Plan, run_dir: Path) -> Disk:
 
     Without a limit of checkpoints, two are counted. ``run_dir`` need not exist. Files that a resumed run has already
     written there count as free. If the disk is too small, ``fix`` of the result has settings that help. Raise
-    UnknownShape if the model's sizes are unknown.
+    UnknownShape as ``Workload.of`` does.
     """
     work = Workload.of(recipe, plan)
     model_size = work.element * work["parameters"]
@@ -202,8 +202,8 @@ class Estimates:
 def estimate(plan: Plan, recipe: Recipe, names: Names, gpu_gib: float | None, walltime: float | None) -> Estimates:
     """Estimate memory, disk and speed of a plan in about 0.1 seconds.
 
-    ``gpu_gib`` is the memory of one GPU and ``walltime`` the job's time limit in seconds; None if unknown. If the sizes
-    of the model are unknown, the result has no memory and no disk, and gives the reason.
+    ``gpu_gib`` is the memory of one GPU and ``walltime`` the job's time limit in seconds; None if unknown. If
+    ``Workload.of`` raises UnknownShape, the result has no memory and no disk, and gives the reason.
     """
     speed = find_speed(plan, names, walltime)
     try:

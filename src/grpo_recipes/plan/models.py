@@ -1,8 +1,9 @@
 """Compute a model's layer sizes and number of parameters from its ``config.json``, without loading the model.
 
-For the models of shipped recipes, ``models.json`` has the numbers before the model is downloaded.
+For the models of shipped recipes, ``models.json`` has the numbers before the model is downloaded. Only decoders of
+the types in ``_KNOWN`` are supported. For other models, and without numbers, UnknownShape is raised.
 
-read_model(plan.model, recipe.model.name)["parameters"]
+    read_model(plan.model, recipe.model.name)["parameters"]
 """
 
 from __future__ import annotations

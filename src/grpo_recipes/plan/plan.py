@@ -184,9 +184,10 @@ def _suggest_prompts_per_step(recipe: Recipe, trainers: int) -> str:
 
 
 def with_sources(plan: Plan, recipe: Recipe, resources: Resources, sources: Assets) -> Plan:
-    """Return a copy of the plan that uses the folder of a downloaded model, with notes about models and datasets.
+    """Return a copy of the plan that uses the folders of downloaded models, with notes about models and datasets.
 
-    With a folder, all processes use the same commit, because TRL passes no revision to a co-located vLLM. Raise
+    This includes teacher and reward models. Other models keep their names. ``max_num_seqs`` is chosen again. With a
+    folder, all processes use the same commit, because TRL passes no revision to a co-located vLLM. Raise
     ConfigError if vLLM would read the folder as a pattern.
     """
     asset = sources.model

@@ -95,10 +95,10 @@ def choose_free_ports(
 ) -> tuple[Ports, list[str]]:
     """Reserve the ports, or the next free port instead of a busy port; return them and notes about the changes.
 
-    Raise ConfigError if a port that the user has set is busy, or if no port is free. The vLLM server listens on
-    ``host``, and processes of extensions listen on the loopback. Rank 0 opens the other two ports. If rank 0 is on
-    another node, ``free_there`` checks and reserves a port on that node. Without a ``server``, only the port of the
-    trainers is reserved.
+    Raise ConfigError if a port that the user has set is busy, if no port is free, or if ``host`` is not an IPv4
+    address of this machine. The vLLM server listens on ``host``, and processes of extensions listen on the
+    loopback. Rank 0 opens the other two ports. If rank 0 is on another node, ``free_there`` checks and reserves a
+    port on that node. Without a ``server``, only the port of the trainers is reserved.
     """
     chosen: dict[str, int] = {}
     notes = []
@@ -123,7 +123,7 @@ def choose_free_ports(
 def require_named_ports(recipe: Recipe) -> None:
     """Raise ConfigError if a port that the recipe sets is in use by another process. Nothing is reserved.
 
-    A sweep checks this before its first run.
+    Without a server, only the port of the trainers is checked. A sweep checks this before its first run.
     """
     for key in port_keys():
         needed = key == "main_process_port" or starts_server(recipe)
@@ -244,8 +244,8 @@ def wait_until_ready(
     """Wait for the run's vLLM server and return the seconds waited.
 
     The server is ready once a descendant of ``root_pid`` listens on the port and serves the model ``name``. Raise
-    NotReady if it dies or is not ready after ``timeout`` seconds, and PortTaken if another process has the port. Other
-    processes get no request.
+    NotReady if it dies, rejects the token or is not ready after ``timeout`` seconds, and PortTaken if another
+    process has the port. Other processes get no request.
     """
     owner = OwnListener(host, port, lambda: root_pid)
 
@@ -343,7 +343,7 @@ def read_activity(host: str, port: int, token: str, owner: OwnListener | None = 
     """Read a server's activity; return None if it does not answer within 10 seconds or rejects the request.
 
     The server counts requests on arrival, so the count includes requests that a hung engine never started. With
-    ``owner``, other processes get no request.
+    ``owner``, other processes get no request, and the result is None.
     """
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
         answers = [get(host, port, path, _authorization(token), owner) for path in ("/metrics", ACTIVITY_PATH)]

@@ -41,7 +41,8 @@ def choose_replicas(recipe: Recipe, resources: Resources, make_plan: Callable[[R
     """Return the recipe with a number of replicas instead of ``auto``, and with a note on the reason.
 
     The newest earlier run with the same name, model, batch and server decides. Without such a run, and on CPU, the
-    number is 1. Raise ConfigError if ``make_plan`` rejects the recipe with one replica.
+    number is 1. Without a server, it is 1 without a note. A recipe with another value than ``auto`` stays
+    unchanged. Raise ConfigError if ``make_plan`` rejects the recipe with one replica.
     """
     if recipe.server.data_parallel_size is not None:
         return recipe
@@ -94,7 +95,7 @@ def _list_other_plans(
 
 
 def _fits(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> bool:
-    """Return whether a trainer fits into a GPU of this memory, as far as that can be estimated."""
+    """Return whether a trainer fits into a GPU with this memory in GiB; True if that can't be estimated."""
     with contextlib.suppress(UnknownShape):
         return estimate_memory(recipe, plan, gpu_gib)["trainer"].fits
     return True

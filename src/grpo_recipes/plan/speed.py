@@ -73,7 +73,10 @@ def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed
 
 
 def read_runs(run_root: Path, name: str, is_alike: Callable[[Run], bool]) -> Iterator[tuple[Run, Rows]]:
-    """Yield the newest comparable runs with a name, newest first, with their last rows except of the first step."""
+    """Yield the newest comparable runs with a name, newest first, with their last rows except of the first step.
+
+    Runs that can't be read are skipped. A run may have no rows.
+    """
     folders = run_root.glob(f"{glob.escape(name)}-[0-9]*")  # for "fine", skip "fine-more"
     for folder in sorted(folders, reverse=True)[:_MOST_RUNS]:  # newest timestamp first
         with contextlib.suppress(ConfigError, OSError, ValueError):  # users may have edited the files of a run
@@ -90,6 +93,6 @@ def median_seconds(rows: Rows, phase: str) -> float | None:
 
 
 def list_facts(plan: Mapping[str, Any], names: Iterable[str]) -> list[Any]:
-    """Return values of a plan and its batch by their names."""
+    """Return values of a plan and its batch by their names; None for a missing value, but 1 for ``replicas``."""
     facts = {"replicas": 1, **plan.get("batch", {}), **plan}  # earlier plans have no replicas
     return [facts.get(name) for name in names]

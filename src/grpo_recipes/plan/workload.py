@@ -60,8 +60,8 @@ class Workload(dict[str, Any]):
     def of(cls, recipe: Recipe, plan: Plan) -> Workload:
         """Collect the values of a plan, its recipe and its model that affect memory.
 
-        Raise UnknownShape if the model's sizes are unknown, no key limits the length of a sequence, or CONFIG_FILE is
-        set.
+        Raise UnknownShape if the sizes of the model, the teacher or a reward model are unknown, if no key limits
+        the length of a sequence, or if CONFIG_FILE is set.
         """
         model = read_model(plan.model, recipe.model.name)
         longest, completion = longest_sequence(recipe), recipe.sampling.max_completion_length

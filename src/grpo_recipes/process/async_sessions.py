@@ -24,7 +24,8 @@ def bounded_client(
 ) -> openai.DefaultAsyncHttpxClient:
     """Return a client without proxies and redirects that receives each whole response within ``timeout`` seconds.
 
-    With ``owner``, it sends nothing to the listener of another process.
+    The client raises an error of httpx2 if a response is late or larger than ``max_bytes``. With ``owner``, it also
+    raises an error if another process listens, and sends nothing to it.
     """
     transport = _BoundedTransport(timeout, owner, max_bytes)
     return openai.DefaultAsyncHttpxClient(trust_env=False, follow_redirects=False, transport=transport)

@@ -72,7 +72,8 @@ class BoundedAdapter(HTTPAdapter):
     def send(self, request: requests.PreparedRequest, *args: Any, **options: Any) -> requests.Response:
         """Send the request, read the whole response, and return it.
 
-        Raise RejectedResponse if the response redirects or is too large, and an error of requests if it is late.
+        Raise RejectedResponse if the response redirects or is too large, and an error of requests if it is late or
+        another process listens.
         """
         limit = self.compute_time_limit(options.get("timeout"))
         options["timeout"] = Timeout(connect=min(limit, _CONNECT_SECONDS), read=limit, total=limit)

@@ -47,6 +47,7 @@ def fast_imports(*hidden: str) -> Iterator[None]:
     Classes and functions of libraries are never garbage. In the block, collections would only search them. After it,
     each collection would search them again, and accelerate collects several times in each start of a training.
     The files of all installed packages are listed once: transformers and TRL each ask for them, for half a second.
+    Garbage collection is on after the block, also if it was off before.
     """
     gc.disable()
     packages = functools.cache(importlib.metadata.packages_distributions)

@@ -74,7 +74,7 @@ class Output:
         self._full: set[int] = set()  # descriptors that did not accept the last text
 
     def store_lines(self) -> contextlib.AbstractContextManager[Any]:
-        """Keep a copy of all printed lines in memory until ``start_log`` writes them to a log.
+        """Keep a copy of the last 1,000 printed lines in memory until ``start_log`` writes them to a log.
 
         Return a context manager that calls ``close`` at the end of its block.
         """
@@ -116,7 +116,8 @@ class Output:
     def print_line(self, text: str, error: bool = False) -> None:
         """Print a line without secrets to stdout, or to stderr if ``error`` is true, and write it to the log.
 
-        No error is raised if stdout is gone. A terminal or pipe that does not accept the line within a second loses it.
+        No error is raised if stdout is gone; /dev/null then replaces it. A terminal or pipe that does not accept
+        the line within a second loses it.
         """
         stream, descriptor = (sys.stderr, 2) if error else (sys.stdout, 1)
         text = strip_control_codes(mask_secrets(text))

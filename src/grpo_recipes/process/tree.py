@@ -57,7 +57,7 @@ def descendants(pid: int | None = None) -> list[psutil.Process]:
 def end_all(processes: Iterable[psutil.Process], grace: float = 5.0) -> None:
     """Send SIGTERM to processes, and SIGKILL after ``grace`` seconds if they still run; wait until they have ended.
 
-    After SIGKILL, the wait ends after ``_EXIT_SECONDS`` in any case.
+    After SIGKILL, the wait ends after ``_EXIT_SECONDS`` in any case. ``reap`` is called meanwhile.
     """
     targets = list(processes)
 
@@ -105,7 +105,8 @@ def _send_signal(signum: int, processes: Iterable[psutil.Process]) -> None:
 def reap() -> None:
     """Wait for children that have exited, so that adopted orphans do not remain as zombies; never block.
 
-    Stop at a child in ``OWN_CHILDREN``, because the Popen object that started it still needs its exit code.
+    Stop at a child in ``OWN_CHILDREN``, because the Popen object that started it still needs its exit code. If
+    another child is collected, its Popen object reports exit code 0.
     """
     with contextlib.suppress(ChildProcessError):
         while True:

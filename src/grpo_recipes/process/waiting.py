@@ -18,8 +18,8 @@ def wait_until(
 ) -> Value:
     """Return the first true value of ``condition()``, or its last false value if the wait ends without one.
 
-    The wait ends after ``seconds`` (``math.inf`` for no limit), or as soon as ``stopped()`` is true. Exceptions of both
-    functions are raised.
+    The wait ends after ``seconds`` (``math.inf`` for no limit), or as soon as ``stopped()`` is true. Both functions
+    are called every ``pause`` seconds, and their exceptions are raised.
     """
     deadline = time.monotonic() + seconds
     while True:

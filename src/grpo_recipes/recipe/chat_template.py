@@ -61,7 +61,10 @@ def find_left_out_part(templates: Mapping[str, str], roles: list[str], tools: bo
 
 
 def conversation(role: str, text: str) -> list[dict[str, str]]:
-    """Return a conversation with a message of this role and text at its usual position; the other texts are "0"."""
+    """Return a conversation with a message of this role and text at its usual position; the other texts are "0".
+
+    The role is "user", "assistant", "system" or "tool".
+    """
     user, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
     message = {"role": role, "content": text}
     conversations = {

@@ -108,7 +108,9 @@ def columns_of(path: Path, split: str = "train", rows: int = _FEW) -> list[str] 
 def read_head(path: Path, split: str = "train", rows: int = _FEW) -> Head | None:
     """Read the columns and the first ``rows`` rows of a dataset in a file or folder.
 
-    Return None if the first row is too long to be read. Raise ValueError if the file has a fault or is not a data file.
+    In a folder of data files, only the first file is read. ``split`` selects a split of a saved dataset, and has no
+    effect on files. Return None if the first row is too long to be read. Raise ValueError if the file has a fault
+    or is not a data file.
     """
     if is_saved(path):
         return _saved_head(path, split, rows)
@@ -181,7 +183,7 @@ def csv_columns(path: Path) -> list[str]:
 
 
 def csv_rows(path: Path, characters: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a .csv or .tsv file; stop soon after ``characters``, or read the whole file if it is None.
+    """Yield the rows of a .csv or .tsv file; stop soon after ``characters`` bytes, or at the end if it is None.
 
     Raise ValueError with the line of a fault, such as a row with too many or too few fields: a reader that accepts such
     a row moves its values into other columns.

@@ -219,9 +219,9 @@ def _yaml_traps(tag: str, text: str, nested: bool) -> Iterator[tuple[str, str]]:
 def read_flags(flags: Iterable[str], problems: list[Problem]) -> list[tuple[str, Any]]:
     """Parse the flags of a command into pairs of a name and its value; append faults to ``problems``.
 
-    Accepted forms are ``--key value``, ``--key=value``, ``--key`` and ``--no_key`` (booleans), with hyphens or
-    underscores. A list is several words, words with commas, or YAML's ``[a, b]``. ``--unset key`` becomes a pair with
-    the name ``UNSET``.
+    Accepted forms are ``--key value``, ``--key=value``, ``--key`` (the value is True) and, for booleans,
+    ``--no_key`` (False), with hyphens or underscores. A list is several words, words with commas, or YAML's
+    ``[a, b]``. ``--unset key`` becomes a pair with the name ``UNSET``.
     """
     pairs: list[tuple[str, Any]] = []
     words = list(flags)
@@ -386,7 +386,7 @@ def _parse_word(text: str) -> Any:
 
 
 def as_bool(value: Any) -> Any:
-    """Return the boolean that a word such as ``yes`` or ``off`` means, and any other value unchanged."""
+    """Return the boolean for ``true``, ``1``, ``yes``, ``false``, ``0`` and ``no``, any other value unchanged."""
     return _TRUTH.get(value.lower(), value) if isinstance(value, str) else value
 
 

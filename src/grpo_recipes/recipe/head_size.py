@@ -16,7 +16,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/
 def head_size_problems(recipe: Recipe, _: Mapping[str, str], device: str | None = None) -> Iterator[Problem]:
     """Yield a problem if vLLM on CPU does not support the head_dim of the model's folder.
 
-    Without a local folder, or if ``device`` is not "cpu", nothing is checked.
+    Without a local folder or a vLLM of the run, or if ``device`` is not "cpu", nothing is checked.
     """
     if not recipe.server.use_vllm or uses_external_server(recipe) or device != "cpu":
         return

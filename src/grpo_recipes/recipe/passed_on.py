@@ -105,7 +105,10 @@ _ONE_OF = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "cosine_warmup_with_
 
 
 def passed_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield the problems inside the dictionaries that a recipe passes on to other libraries."""
+    """Yield the problems inside the dictionaries that a recipe passes on to other libraries.
+
+    Values in the dictionaries are converted in place; a value of a wrong type becomes None.
+    """
     checks: list[Callable[[], Iterator[Problem]]] = [partial(_dictionary, recipe, key) for key in _DICTIONARIES]
     checks += [partial(_accumulation, recipe), partial(_optimizer, recipe), partial(_scheduler, recipe)]
     checks += [partial(_sampling, recipe), partial(_template, recipe, environment)]

@@ -373,7 +373,7 @@ def tau_targets(recipe: Callable[[str], Any]) -> list[str]:
 
 
 def built_for_cpu() -> bool:
-    """Return whether the installed torch is the CPU build, without importing it."""
+    """Return whether torch is the CPU build, without importing it; raise PackageNotFoundError if it is missing."""
     return importlib.metadata.version("torch").endswith("+cpu")
 
 

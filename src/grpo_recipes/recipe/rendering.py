@@ -36,6 +36,7 @@ def missing_message(render: Render, prompt: list[Message]) -> Message | None:
     """Return the first message whose text does not occur in the rendered prompt; None if all messages occur.
 
     White space may change. The template may omit reasoning in earlier answers, and may write a tool's answer as JSON.
+    Errors of ``render`` are raised, for example if the template rejects the prompt.
     """
     for index, message in enumerate(prompt):
         text = message["content"].rpartition(_END_THINK)[2] if message["role"] == "assistant" else message["content"]
@@ -57,7 +58,7 @@ def _occurs(text: str, rendered: str) -> bool:
 def rendering_notes(render: Render, prompt: list[Message], template: str, kwargs: Mapping[str, Any]) -> list[str]:
     """Return notes for the user about rendered prompts: they change with the date, or end in an open ``<think>``.
 
-    ``render`` renders ``prompt`` with the chat ``template`` and its variables ``kwargs``.
+    ``render`` renders ``prompt`` with the chat ``template`` and its variables ``kwargs``. Its errors are raised.
     """
     notes = []
     with contextlib.suppress(*FAILURES):
@@ -143,7 +144,7 @@ def prompt_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[
 def _rendering_fault(recipe: Recipe, key: str, template: str) -> Problem | None:
     """Return a problem for the first prompt that the template rejects or from which it omits a message, or None.
 
-    ``key`` is the recipe key that sets the template.
+    ``key`` is the recipe key that sets the template. Raise ConfigError if a row is not a prompt.
     """
     system = recipe.model.system_prompt
     try:

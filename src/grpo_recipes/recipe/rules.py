@@ -200,7 +200,7 @@ def _duplicates(names: list[Any]) -> list[Any]:
 
 
 def _longest_sequence(recipe: Recipe) -> int:
-    """Return the tokens of the longest prompt with its completion, 0 if completions have no limit."""
+    """Return the tokens of the longest prompt (1 if unlimited) and completion; 0 if completions have no limit."""
     completion = longest_completion(recipe)
     return 0 if completion is None else (recipe.data.max_prompt_length or 1) + completion
 

@@ -292,9 +292,9 @@ def changed_copies(specs: Iterable[str], folder: Path) -> list[str]:
 def load_object(spec: str, copies: Path | None = None) -> Any:
     """Import the object that ``spec`` names, and return it.
 
-    If ``copies`` has a copy of the file, the copy runs instead of the original. Modules are imported by name, because
-    they may be part of a package. Raise ConfigError if the file or the object is missing. Errors of the user's code are
-    not caught.
+    If ``copies`` has a copy of the file, the copy runs instead of the original. Modules are imported by name,
+    because they may be part of a package. The folder of the file, or for a module the working folder, is added to
+    ``sys.path``. Raise ConfigError if the file or the object is missing. Errors of the user's code are not caught.
     """
     module_name, name = split_spec(spec)
     if module_name.endswith(".py"):

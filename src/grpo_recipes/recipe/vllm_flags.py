@@ -63,7 +63,10 @@ OWNED_FLAGS = expand_names(
 
 
 def flag_words(arguments: Mapping[str, Any] | None) -> list[str]:
-    """Return ``vllm_args`` as words of vLLM's command line, [] for None; a flag with the value None is omitted."""
+    """Return ``vllm_args`` as words of vLLM's command line, [] for None; a flag with the value None is omitted.
+
+    Raise KeyError for a name that is not a flag of vLLM in ``keys.json``.
+    """
     words: list[str] = []
     for name, value in (arguments or {}).items():
         flag, kind = name.replace("_", "-"), passed_catalogue()[KEY][""][name]["type"]

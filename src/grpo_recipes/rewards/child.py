@@ -73,7 +73,8 @@ _ADDED_VARIABLES = {
 def make_child_environment(requested: Collection[str] = ()) -> dict[str, str]:
     """Return the environment of a child: variables that programs need, without secrets, plus the ``requested`` ones.
 
-    GPUs are hidden, and libraries are limited to one thread.
+    Requested variables may be secrets. They are left out if they are not set. GPUs are hidden, and libraries are
+    limited to one thread.
     """
     variables = {
         name: text

@@ -20,7 +20,7 @@ def pure_accuracy_math(
     """Return 1.0 if the last answer tag contains the reference solution, else 0.0 (the guide's default reward).
 
     ``answer_matching: normalized`` compares numbers by value in any notation (see ``answers``). ``strict`` compares
-    texts up to surrounding white space.
+    texts up to surrounding white space. Only the text after the last ``</think>`` counts.
     """
     rows = zip(completions, answer, strict=True)
     return [

@@ -88,7 +88,7 @@ class ProbeResult:
 
     @property
     def distinguishes(self) -> bool:
-        """Whether right and wrong answers get different rewards on average."""
+        """Whether right and wrong answers get different rewards on average; False without scores of both."""
         if self.right_mean is None or self.wrong_mean is None:
             return False
         return not math.isclose(self.right_mean, self.wrong_mean, abs_tol=1e-9)
@@ -98,7 +98,7 @@ def read_first_rows(recipe: Recipe, most: int, fetched: Any) -> tuple[list[dict[
     """Read the first ``most`` training rows of a recipe's dataset, without shuffling.
 
     Return them, and the counts of rows that were read and dropped. ``fetched`` is a function that finds downloaded
-    datasets.
+    datasets. ``dataset_filter`` is not applied. Only a mixture is shuffled, as in training.
     """
     from datasets import disable_progress_bars
 
@@ -118,8 +118,9 @@ def probe_rewards(
 ) -> list[ProbeResult]:
     """Test each reward of a recipe, loaded as in a trainer, with right and wrong completions of these rows.
 
-    Return a result for each different reward. ``left_out`` has the columns that rewards do not get, with the reasons.
-    Raise ConfigError if rewards can't be loaded or called, with the problems of all of them.
+    Return a result for each different reward, except reward models, which are not tested. ``left_out`` has the
+    columns that rewards do not get, with the reasons. Raise ConfigError if rewards can't be loaded or called, with
+    the problems of all of them.
     """
     models = list_reward_models(recipe.rewards.funcs)
     names = [name for name in dict.fromkeys(recipe.rewards.funcs) if name not in models]
@@ -459,7 +460,7 @@ def _compare_means(tries: list[ProbeCompletion], formats: Sequence[str]) -> tupl
 def _add_score_faults(result: ProbeResult, tries: list[ProbeCompletion], exact: bool) -> list[ProbeCompletion]:
     """Count right completions with too low a score and wrong ones with too high a score; return these completions.
 
-    The counts, and a fault for each kind that occurs, are stored in ``result``.
+    The counts, and a fault for each kind that occurs, are stored in ``result``. Unscored completions do not count.
 
     With ``exact``, a right answer must get 1. Otherwise each right answer must get more than every wrong answer.
     """

@@ -215,8 +215,8 @@ def _is_connection_error(error: BaseException | None) -> bool:
 class RewardWrapper:
     """A reward function as TRL calls it: on the whole batch, in this process and without limits.
 
-    After a call, ``scores`` tells why completions are unscored. Raise RewardFailed if the function raises, or does not
-    return a number or None for each completion.
+    After a call, ``scores`` tells why completions are unscored. A reward of NaN, infinity or above 1e15 is
+    unscored. Raise RewardFailed if the function raises, or does not return a number or None for each completion.
     """
 
     timeout: float | None = None  # seconds per completion; None without a limit
@@ -225,7 +225,11 @@ class RewardWrapper:
         self, function: Callable[..., Any], spec: str, name: str, solutions: Collection[str] = (),
         left_out: Mapping[str, str] = MappingProxyType({}),
     ):  # fmt: skip
-        """Create the reward ``spec`` of a recipe from its function; ``name`` is its name in TRL's metrics."""
+        """Create the reward ``spec`` of a recipe from its function; ``name`` is its name in TRL's metrics.
+
+        ``solutions`` are more names for the column ``answer``. ``left_out`` maps columns that the reward does not
+        get to the reasons, for error messages.
+        """
         self._function = function
         self._solutions = solutions  # more names for the column ``answer``
         self._left_out = left_out  # columns of the dataset that rewards do not get -> reason
@@ -239,7 +243,8 @@ class RewardWrapper:
     def start_generation(self, number: int, stop: StopRequest, give_up_after: int | None) -> None:
         """Store the number of the next generation, the stop request that ends calls, and the limit of unscored rows.
 
-        After ``give_up_after`` unscored completions, the next calls score no more rows; None sets no limit.
+        After more than ``give_up_after`` unscored completions, a call in child processes scores no more rows; None
+        sets no limit. A call in this process ignores the limit.
         """
         self.generation, self.stop, self.give_up_after = number, stop, give_up_after
 

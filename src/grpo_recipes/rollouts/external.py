@@ -56,7 +56,10 @@ def connect(recipe: Recipe, model: str, environment: Mapping[str, str]) -> Compl
 
 
 def _check_vllm_options(recipe: Recipe, client: CompletionClient) -> None:
-    """Raise ConfigError if a vLLM server can't load weights, or if its log-probs don't fit the trainer's correction."""
+    """Raise ConfigError if a vLLM server can't load weights, or if its log-probs don't fit the training.
+
+    Also raise it if the server does not report its configuration.
+    """
     session = secure_session(requests.Session(), BoundedAdapter(_READY_SECONDS), client.token)
 
     def unknown_version(error: Exception) -> ConfigError:
@@ -94,7 +97,10 @@ class ExternalClient(BridgeClient):
     """The reason of the first missing completion of the last generation."""
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 0.5) -> None:
-        """Wait until the server answers, at most ``total_timeout`` seconds. Raise ConfigError for another model."""
+        """Wait until the server answers, at most ``total_timeout`` seconds.
+
+        Raise ConfigError if it does not answer in time, rejects the token, or serves another model.
+        """
         args, run, token = self._args, Run(self._run_dir), os.environ.get("OPENAI_API_KEY")
         secure_session(self.session, ServerAdapter(args.server_request_timeout), token)
         self._sampler = CompletionClient(
@@ -149,9 +155,10 @@ class ExternalClient(BridgeClient):
     def generate(  # type: ignore[override]  # TRL passes the sampling parameters by name
         self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any
     ) -> dict[str, list[Any]]:
-        """Generate as TRL's client does, with one request per completion. Set ``failed`` for missing completions.
+        """Generate as TRL's client does, with one request per completion.
 
-        Raise ServerError for images, and BadAnswer if all completions are missing.
+        A missing completion becomes a placeholder of one token and is True in ``failed``. Raise ServerError for
+        images, and BadAnswer if all completions are missing.
         """
         if features is not None:
             raise ServerError("images can't be sent to an external server")

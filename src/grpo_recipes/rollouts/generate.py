@@ -87,7 +87,11 @@ class CompletionsFile:
             self.done[index] = None
 
     def sort(self) -> None:
-        """Rewrite the file in the order of the dataset. Raise ConfigError if that fails, for example on a full disk."""
+        """Rewrite the file in the order of the dataset.
+
+        Raise ConfigError if that fails, for example on a full disk. Add no rows afterwards: they would be lost with
+        the replaced file.
+        """
         if list(self.done) == sorted(self.done):
             return
         self._file.seek(0)
@@ -114,8 +118,8 @@ class CompletionsFile:
 def open_completions(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> Iterator[CompletionsFile]:
     """Open and lock a new or existing file for a dataset's ``rows``, read its rows, and close it after the block.
 
-    Raise ConfigError if the file has other settings, or another process writes it. A file that is still empty at the
-    end is removed, together with the folders created for it.
+    Raise ConfigError if the file can't be written, has other settings or foreign rows, or if another process writes
+    it. A file that is still empty at the end is removed, together with the folders created for it.
     """
     settings_file = path.with_name(f"{path.name}.settings.json")
     new_folders = [folder for folder in path.parents if not folder.exists()]
@@ -169,9 +173,10 @@ def generate(
 ) -> Generated:  # fmt: skip
     """Sample ``n`` completions of each prompt that is not in the file, append the rows, and sort the file.
 
-    Return the numbers of completed, failed and skipped prompts. A prompt with missing completions gets no row, and the
-    next call tries it again. Seeds derive from ``sampling.seed`` and the prompt's index. If the server gives no answer
-    to 8 consecutive prompts, the remaining prompts are skipped. ``on_progress`` is called after each prompt.
+    Return the numbers of completed, failed and skipped prompts. A prompt with missing completions gets no row, and
+    the next call tries it again. Seeds derive from ``sampling.seed``, which must not be None, and the prompt's
+    index. If the server gives no answer to 8 consecutive prompts, the remaining prompts are skipped.
+    ``on_progress`` is called after each prompt.
     """
     assert sampling.seed is not None
     done = set(file.done)

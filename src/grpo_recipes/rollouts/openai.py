@@ -73,7 +73,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Failed:
-    """A missing completion."""
+    """A missing completion. ``lost`` is also True after an error 5xx."""
 
     reason: str
     lost: bool = False

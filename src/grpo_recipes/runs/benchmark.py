@@ -36,8 +36,8 @@ def choose_mode_name(run: Run) -> str:
 def compute_numbers(run: Run) -> dict[str, Any]:
     """Sum up the run's ``metrics.jsonl``, and return the numbers of the summary by name, rounded as in the text.
 
-    Times are in seconds and memory is in GB. Memory is None if no row has it. ``weight_sync: shared`` moves no weights:
-    it has no syncs, and its waiting time is part of the step time.
+    Times are in seconds and memory is in GB. Values that are not finite are left out. Memory is None if no row has
+    it. ``weight_sync: shared`` moves no weights: it has no syncs, and its waiting time is part of the step time.
     """
     rows = read_metrics(run.folder, lenient=True)
     steps, in_place = len(rows), run.plan.get("bridge") == _IN_PLACE

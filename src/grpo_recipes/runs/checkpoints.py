@@ -90,7 +90,7 @@ def publish_checkpoint(
 
     Call it after every rank has written its part. The marker contains ``step``, ``world_size`` (the number of ranks),
     and the size and digest of each file. ``digests`` has the digests that were computed during writing, by file name.
-    All other files are read again. An incomplete checkpoint of the same name is replaced.
+    All other files are read again. A checkpoint of the same name is replaced, also if it is complete.
     """
     paths = sorted(path for path in staged.rglob("*") if path.is_file())
     files = {str(path.relative_to(staged)): path.stat().st_size for path in paths}

@@ -31,7 +31,7 @@ def read_code_state() -> dict[str, Any]:
 
     ``patch`` is the uncommitted diff of ``src`` and ``training.sh``, and ``dirty`` tells whether there is one.
     ``lock_sha256`` covers ``requirements/*.txt``. Without git, the commit comes from the file ``.commit`` of a
-    container, or is None.
+    container, or is None. Raise ConfigError if git takes more than 30 seconds.
     """
     commit_file = find_code_root() / ".commit"  # written by docker/install.sh, since a container's image has no git
     container_commit = commit_file.read_text().strip() if commit_file.is_file() else None

@@ -111,6 +111,7 @@ class Health:
         """Return the name and the facts of each rule that holds for at least ``enough`` rows.
 
         A rule is left out if a stronger rule (``implied_by``) holds, or held in the last ``ENOUGH_STEPS`` rows.
+        With a teacher, the rules in ``_SIGNALS`` are left out, because the run also learns without rewards.
         """
         without = _SIGNALS if self.value("teacher_model_name_or_path") else ()
         rules = [rule for rule in _RULES if rule.name not in without]
@@ -227,7 +228,8 @@ class _Streak:
     def add(self, step: int, is_true: bool | None, reward: float) -> None:
         """Count a row of step ``step`` if the condition is true; end the streak if it is false.
 
-        ``is_true`` is None if the row does not have the metric; the row is then skipped.
+        ``is_true`` is None if the row does not have the metric; the row is then skipped. ``reward`` is the row's
+        mean reward; the lowest and the highest of the streak are kept.
         """
         if is_true:
             low, high = self.rewards if self.count else (reward, reward)

@@ -204,7 +204,7 @@ def format_episode_metrics(row: Mapping[str, Any]) -> str:
 
 
 def format_unusual_totals(rows: list[dict[str, Any]]) -> str:
-    """Average the fractions of ``format_unusual_shares`` over all rows; return those above their limit as one text.
+    """Average the fractions of ``format_unusual_shares`` over rows that have them; return those above their limit.
 
     The text is empty if none is above its limit.
     """

@@ -215,12 +215,12 @@ def new_run(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Ru
 
 
 def list_runs(root: Path) -> list[Run]:
-    """Return the runs directly in a folder, the latest launch first."""
+    """Return the runs directly in a folder, the latest ``run.json`` first; a plain resume does not change it."""
     return [Run(path.parent.absolute()) for path in sort_newest_first(root.glob("*/run.json"))]
 
 
 def find_run(root: Path, which: str, where: str = "--resume", fix: str = "name a folder under run_root") -> Run:
-    """Find a run by ``last`` (the newest below ``root``), by its path, or by its name below ``root``.
+    """Find a run by ``last`` (the first of ``list_runs(root)``), its path, or the name of its folder in ``root``.
 
     Raise ConfigError with the location ``where`` and the fix ``fix`` if there is no such run.
     """
@@ -281,7 +281,7 @@ def wait_for_end(run: Run) -> None:
 def read_launcher(folder: Path) -> tuple[str, int]:
     """Return host and pid of the last launch from the file ``lock``. The launch still runs if that file is locked.
 
-    Raise ConfigError if the launch has not written them yet.
+    Raise ConfigError if the file is missing, or if the launch has not written them yet.
     """
     path = folder / "lock"
     words = path.read_text(errors="replace").split() if path.is_file() else []

@@ -42,7 +42,10 @@ async def _send_answer(send: Send, status: int, kind: bytes, body: bytes) -> Non
 
 
 class RequireToken:
-    """Answer 401 unless the request has ``Authorization: Bearer TOKEN`` with a token that opens its path."""
+    """Answer 401 unless the request has ``Authorization: Bearer TOKEN`` with a token that opens its path.
+
+    The tokens are read from their files once, in the constructor.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -121,7 +121,7 @@ def fingerprint(tensor: torch.Tensor, unit: int | None = None) -> torch.Tensor:
 
     A unit is a single element by default. The order of the units does not matter: the fingerprints of the parts of a
     fused tensor (q, k and v in ``qkv_proj``), or of its shards, add up to the fingerprint of the whole. Zero padding
-    adds nothing. Sums wrap around at 64 bits.
+    adds nothing. Sums wrap around at 64 bits. Only fingerprints with the same unit are comparable.
     """
     flat, unit = tensor.detach().contiguous().view(-1), unit or tensor.element_size()
     if flat.storage_offset() * flat.element_size() % unit:
@@ -153,7 +153,8 @@ def _strip_base_layer(name: str) -> str:
 def map_memory(file: str, size: int = 0) -> mmap.mmap:
     """Map an existing file into memory, or with ``size`` create a file of so many bytes and reserve all of them.
 
-    The memory lives as long as a tensor in it, even after the file is removed. Raise OSError if space is missing.
+    The memory lives as long as a tensor in it, even after the file is removed. Raise OSError if space is missing,
+    and if a file to create exists already.
     """
     descriptor = os.open(file, os.O_RDWR | (os.O_CREAT | os.O_EXCL if size else 0), 0o600)
     try:
@@ -221,9 +222,9 @@ def match_rows(
 ) -> Iterator[tuple[str, str | None, torch.Tensor | None]]:
     """Yield for each of the trainer's tensors its name, the server's parameter, and its rows in that parameter.
 
-    Rows of a fused parameter follow each other in the order of its parts. A vocabulary may be padded at the end. The
-    rows are None if dtype or shape differ: the server then stores the tensor in another form. Both are None if the
-    server has no such parameter.
+    ``packed`` maps fused parameters to the names of their parts. Rows of a fused parameter follow each other in the
+    order of its parts. A vocabulary may be padded at the end. The rows are None if dtype or shape differ: the
+    server then stores the tensor in another form. Both are None if the server has no such parameter.
     """
     order = {part: index for parts in packed.values() for index, part in enumerate(parts)}
     used_rows = dict.fromkeys(server_tensors, 0)
@@ -322,7 +323,7 @@ class WeightReport:
 
         On a GPU they keep their addresses, which captured CUDA graphs contain. Return ``gpu``, its UUID or None;
         ``parameters``, the location of each for ``import_tensor`` or ``view_tensor``; and ``packed`` as in
-        ``grpo_weights``.
+        ``grpo_weights``. Later reports contain ``sync`` as the number of the sync that the weights came from.
         """
         model = self.get_model()
         parameters = dict(model.named_parameters())
@@ -337,7 +338,7 @@ class WeightReport:
         return {"gpu": gpu, "parameters": locations, "packed": dict(getattr(model, "packed_modules_mapping", {}))}
 
     def grpo_weights(self) -> dict[str, Any]:
-        """Return a report of the model's parameters, tied ones once, for comparison with the trainer's weights.
+        """Return a report of this worker's parameters, tied ones once, for comparison with the trainer's weights.
 
         ``parameters``: name -> [fingerprint, dtype, bytes that it hashes at once]; ``packed``: fused name -> its parts;
         ``sync``: the number of the sync that the weights came from, 0 for none.
@@ -378,8 +379,8 @@ class WeightReport:
     def grpo_adapter_weights(self, lora_id: int) -> dict[str, Any]:
         """Return a report of an adapter like ``grpo_weights``: ``<layer>.lora_a``, and the scaled ``<layer>.lora_b``.
 
-        vLLM computes with these tensors. They are zero, with fingerprint 0, in layers that the adapter does not change,
-        and everywhere if the adapter is not loaded.
+        Each entry is [fingerprint, dtype]. vLLM computes with these tensors. They are zero, with fingerprint 0, in
+        layers that the adapter does not change, and everywhere if the adapter is not loaded.
         """
         manager = self.model_runner.lora_manager._adapter_manager
         slots = [slot for slot, loaded in enumerate(manager.lora_index_to_id) if loaded == lora_id]

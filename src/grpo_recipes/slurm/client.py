@@ -166,7 +166,7 @@ class Job:
 
     @property
     def active(self) -> bool:
-        """Whether the job waits or runs."""
+        """Whether the job may not have ended yet; also true if Slurm does not answer."""
         return self.state in _ACTIVE
 
     @property
@@ -181,7 +181,8 @@ class Job:
 def find_job(job_id: str) -> Job | None:
     """Return the job with that id from scontrol, or from sacct after its end; None if neither knows it.
 
-    The state is NO_ANSWER if Slurm is installed and does not answer.
+    The result is also None without Slurm. From sacct, only id and state are known. The state is NO_ANSWER if Slurm
+    is installed and does not answer.
     """
     with contextlib.suppress(SlurmError):
         if output := query("scontrol", "show", "job", job_id, "-o"):
@@ -312,7 +313,8 @@ class Walltime:
     def find_stop_reason(self, now: float | None = None) -> str | None:
         """Return a text with the seconds to the time limit if the run must stop at ``now``, otherwise None.
 
-        ``now`` is in seconds since the epoch. The limit is read again first, because it may have been raised.
+        ``now`` is in seconds since the epoch. Only when the known limit is near, it is read again, because it may
+        have been raised. A limit that was lowered, or set later, is not noticed.
         """
         now = time.time() if now is None else now
         if self._end is not None and now >= self._end - self.lead:
@@ -350,7 +352,10 @@ def read_job_end_time(environment: Mapping[str, str]) -> float | None:
 
 
 def parse_walltime(text: str) -> int | None:
-    """Convert a time limit in Slurm's format, such as 3-0 or 72:00:00, to seconds; None if the text is not one."""
+    """Convert a time limit in Slurm's format to seconds; None if the text is not a time limit.
+
+    Examples are 90 and 90:00 (minutes), 72:00:00 (hours) and 3-0 (days).
+    """
     if not _TIME.fullmatch(text):
         return None
     days, dash, clock = text.rpartition("-")

@@ -173,9 +173,10 @@ def render_script(
 ) -> str:
     """Return the text of a batch script with #SBATCH lines, the site's environment, exports and ``command``.
 
-    At its end the script executes ``command`` with the variables of the profile and of ``environment``. It runs in the
-    absolute folder ``chdir``, by default in the folder of the submission. ``array`` contains the indices of an array
-    job, e.g. 0-5%2. The logs are ``logs/slurm_<log>.out`` and ``.err``: %j is the job, %A_%a a task of an array.
+    At its end the script executes ``command`` with the variables of the profile and of ``environment``. The latter
+    take precedence. It runs in the absolute folder ``chdir``, by default in the folder of the submission. ``array``
+    contains the indices of an array job, e.g. 0-5%2. The logs are ``logs/slurm_<log>.out`` and ``.err``: %j is the
+    job, %A_%a a task of an array.
     """
     kind = f"{profile.gpu_kind}:" if profile.gpu_kind else ""
     gpus = f"{kind}{profile.gpus}" if profile.gpus else ""

@@ -73,7 +73,7 @@ class AheadRollouts(ServerRollouts):
     ) -> dict[str, Any]:
         """Return the pending generation if it has the client's generation name and these prompts; otherwise sample now.
 
-        TRL calls it through the client.
+        TRL calls it through the client. A pending generation that does not match is dropped.
         """
         self._request = {"prompts": prompts, **options}
         pending, self._pending = self._pending, None
@@ -134,7 +134,7 @@ class RoundsAhead(AheadRollouts):
 class OverlappedRollouts(AheadRollouts):
     """The run's vLLM server, which samples the next generation as soon as it has the weights of this generation.
 
-    Other requests to the server wait until it has finished.
+    Other requests to the server wait until it has finished. Raise ValueError if the training set is a stream.
     """
 
     def __init__(self, trainer: InnerTrainer):

@@ -104,6 +104,7 @@ class Checkpoints:
         """Mark this step's checkpoint: a callback ended the training, and a resumed run must not continue.
 
         Early stopping needs no mark. Its count is in the checkpoint, and a larger patience continues the training.
+        Called by every rank.
         """
         if self._trainer.accelerator.is_main_process and not self._trainer.best.has_stopped_early:
             folder = Path(self._trainer.args.output_dir)
@@ -121,7 +122,7 @@ class Checkpoints:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Set the trainer's attributes to the values of ``state``, a result of the method ``state``.
+        """Set the trainer's attributes and its pending generation to ``state``, a result of the method ``state``.
 
         Raise ValueError if it was saved while a generation was in use, and this run splits generations differently.
         """

@@ -91,7 +91,8 @@ class Checks:
     def check_server(self, output: dict[str, Any], synced: bool) -> None:
         """Raise ``WeightsDiffer`` on every rank unless the server sampled this ``output`` with the trainer's weights.
 
-        ``synced`` tells whether weights were sent for it. Without a sync since the last check, check nothing.
+        ``synced`` tells whether weights were sent for it. Check nothing without ``weight_guard``, or without a sync
+        since the last check that could compare log-probs.
         """
         trainer = self._trainer
         if not (trainer.rollouts.guarded and (synced or self._unproven)):

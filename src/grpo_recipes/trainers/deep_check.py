@@ -54,7 +54,10 @@ def check_deeply(recipe: Recipe, environment: Mapping[str, str]) -> list[str]:
     problems: list[Problem] = []
 
     def collect_problems(check: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result | None:
-        """Return the result of a check. If it fails, add its problems and return None."""
+        """Return the result of a check, or None if it raises ConfigError.
+
+        The problems of the error are added to ``problems``. Other errors are raised.
+        """
         try:
             return check(*args, **kwargs)
         except ConfigError as error:

@@ -61,7 +61,10 @@ class Draw:
 
 
 class DynamicSampling:
-    """Replace the groups of a generation whose rewards are all equal, on every rank."""
+    """Replace the groups of a generation whose rewards are all equal, on every rank.
+
+    Raise ValueError if the training set is a stream.
+    """
 
     def __init__(self, trainer: InnerTrainer) -> None:
         if isinstance(trainer.train_dataset, IterableDataset):
@@ -179,9 +182,10 @@ class DynamicSampling:
         return Draw(count, rewards_BR, useful, gathered, self._count_tokens(generated))
 
     def _start_round(self, number: int, expected: float) -> None:
-        """Let the server sample the round with this number, for so many groups that are expected to be missing.
+        """Let the server sample the round with this number, with ``expected`` groups, rounded up.
 
-        Start nothing if the sampler can't sample ahead, or the generation has no such round.
+        ``_ahead`` gets the rows of this round, or becomes empty if none is started. Start nothing if the sampler
+        can't sample ahead, or the generation has no such round.
         """
         trainer, self._ahead = self._trainer, []
         count = math.ceil(round(expected, 6))
@@ -210,7 +214,8 @@ class DynamicSampling:
     def _choose_indices(self, count: int, seed: str) -> list[int]:
         """Choose ``count`` rows of the training set at random, the same on every rank.
 
-        A row that was drawn in this generation is not chosen again before all rows were drawn.
+        A row that was drawn in this generation is not chosen again before all rows were drawn. The chosen rows
+        count as drawn. ``seed`` is a name that is combined with the run's seed.
         """
         random, rows = Random(f"{self._trainer.args.seed}/{seed}"), len(self._trainer.train_dataset)
         indices: list[int] = []

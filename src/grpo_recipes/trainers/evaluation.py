@@ -106,7 +106,8 @@ class Evaluation:
     def running(self, name: str | None = None) -> Iterator[None]:
         """Evaluate a set in the block: apply the recipe's evaluation sampling, and restore the training afterwards.
 
-        Suppress Stopped, so that a stop request ends only this evaluation, unless it is part of another.
+        ``name`` is None for the trainer's own set. Suppress Stopped, so that a stop request ends only this
+        evaluation, unless it is part of another.
         """
         args, rollouts = self._trainer.args, self._trainer.rollouts
         sampling = self._trainer.sampling_with(

@@ -434,8 +434,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> dict[str, float]:
         """Evaluate a set, or each set of a dict, as in transformers, and add a row for each to ``eval.jsonl``.
 
-        The rows of sets other than ``self.eval_dataset`` have ``set``, which is the key in the dict or the prefix, and
-        metrics such as ``eval_<set>_reward``. A stop request before the end returns no metrics and writes no row.
+        Rows of sets other than ``self.eval_dataset`` have ``set`` (key or prefix) and ``eval_<set>_reward``. If a
+        stop request ends it, write no row and return {}. Sets in ``earlier_metrics`` are not evaluated again.
         """
         name = self.evaluation.get_set_name(eval_dataset, metric_key_prefix)
         if name in self.evaluation.earlier_metrics:
@@ -447,7 +447,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return metrics
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
-        """Predict as in transformers, with the metrics of ``evaluate``. Write no row, leave the training unchanged."""
+        """Predict as in transformers, with the metrics of ``evaluate``. Write no row. After a stop, they are {}."""
         nothing: Any = None
         output = PredictionOutput(predictions=nothing, label_ids=None, metrics={})
         with self.evaluation.running():

@@ -42,7 +42,10 @@ class Groups:
 
 
 class MaxEntGRPOTrainer(GRPOTrainer):
-    """``GRPOTrainer`` with the objective ``args.maxent_objective`` and the same arguments."""
+    """``GRPOTrainer`` with the objective ``args.maxent_objective`` and the same arguments.
+
+    Raise ValueError if no objective is set, if a key of the loss contradicts it, or for two targets of tau.
+    """
 
     def __init__(self, *, args: GRPOConfig, **kwargs: Any):
         if args.maxent_objective is None:
@@ -213,7 +216,8 @@ class MaxEntGRPOTrainer(GRPOTrainer):
     def _log_weights(self, groups: Groups, weights_PG: torch.Tensor) -> None:
         """Log ``maxent/*``: tau, beta, the weight on wrong answers, and the spread of weights in groups.
 
-        The spread covers only groups with different rewards. Store the measure that the controller of tau uses.
+        The spread covers only groups with different rewards. Values of NaN are not logged. Store the measure that
+        the controller of tau uses.
         """
         mass_P = maxent.incorrect_mass(weights_PG, groups.wrong_PG)[groups.judged_PG.any(dim=1)]
         metrics = {

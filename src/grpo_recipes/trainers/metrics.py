@@ -187,7 +187,10 @@ def to_json_number(value: Any) -> Any:
 
 
 def append_json(file: Path, *rows: dict[str, Any]) -> None:
-    """Append rows to a JSONL file; first end an incomplete last line, which a kill can leave, with a line break."""
+    """Append rows to a JSONL file; first end an incomplete last line, which a kill can leave, with a line break.
+
+    Infinite and undefined numbers become text, except inside lists and mappings.
+    """
     texts = [json.dumps({key: to_json_number(value) for key, value in row.items()}) + "\n" for row in rows]
     with file.open("ab+") as lines:
         if lines.tell() and os.pread(lines.fileno(), 1, lines.tell() - 1) != b"\n":

@@ -103,9 +103,10 @@ def configured_reference(args: GRPOConfig) -> Iterator[None]:
 
 @contextmanager
 def loaded_by_every_rank(args: GRPOConfig, frozen: bool = False) -> Iterator[None]:
-    """In the block, turn off FSDP's efficient loading if the recipe has a ``frozen`` model, a reference or a teacher.
+    """In the block, turn off FSDP's efficient loading if ``frozen``, or if the recipe has a reference or a teacher.
 
-    With it only rank 0 reads weights from disk, and FSDP2 never sends a frozen model to the other ranks.
+    ``frozen`` tells whether the block loads a frozen model. With efficient loading only rank 0 reads weights from
+    disk, and FSDP2 never sends a frozen model to the other ranks.
     """
     name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
     setting = os.environ.get(name)

@@ -45,8 +45,8 @@ _TICK_SECONDS = 0.2  # between two reads of the server's state
 def recording_rank(folder: Path) -> Iterator[None]:
     """Write ``processes/rank_<n>.json`` for the launcher: the pid before the block, exit code and cause after it.
 
-    An exception in the block ends the process at once, with ``os._exit``. SIGUSR2 writes the stacks of all threads. The
-    process dies with its parent.
+    An exception in the block ends the process at once, by ``os._exit`` with the code of a SystemExit, else 1.
+    SIGUSR2 writes the stacks of all threads. The process dies with its parent.
     """
     die_with_parent(os.getppid(), signal.SIGKILL)  # if the launcher and its guard are killed, nothing else ends it
     rank = int(os.environ.get("RANK", "0"))
@@ -190,7 +190,8 @@ def check_sharing(folder: Path, distributed_type: str, dtype: str) -> None:
 def check_updates(distributed_type: str, mixed: str, dtypes: Iterable[str], args: GRPOConfig) -> None:
     """Raise ConfigError if rounding would lose the updates of weights in one of these ``dtypes``.
 
-    ``grpo check`` can't know it for ``dtype: auto`` and a CONFIG_FILE.
+    ``mixed`` is accelerate's mixed precision. ``grpo check`` can't know the dtypes for ``dtype: auto`` and a
+    CONFIG_FILE.
     """
     # accelerate reports DeepSpeed without the ZeRO stage. Stages 2 and 3 behave alike here.
     accelerator = next((key for key, types in _SHARING.items() if distributed_type in types.split()), "zero2")

@@ -26,7 +26,10 @@ from grpo_recipes.trainers.protocol import InnerTrainer
 
 
 class Teacher:
-    """The teacher of a trainer, ``args.teacher_model_name_or_path``, in the type of the forward pass."""
+    """The teacher of a trainer, ``args.teacher_model_name_or_path``, in the type of the forward pass.
+
+    Raise ConfigError if it has fewer embeddings than the trained model.
+    """
 
     def __init__(self, trainer: InnerTrainer):
         self._trainer, args = trainer, trainer.args
@@ -51,8 +54,8 @@ class Teacher:
     def add_advantages(self, output: dict[str, Any]) -> None:
         """Add the teacher's advantages of tokens to the loss inputs ``output``, and log ``teacher_kl``.
 
-        Masked tokens and tokens without a log-prob of the sampler get none. Tables show the mean over the tokens
-        of a completion. Called by every rank.
+        ``output["advantages"]``, (B,) or (B, T), becomes (B, T). Masked tokens and tokens without a log-prob of the
+        sampler get none. Tables show the mean over the tokens of a completion. Called by every rank.
         """
         trainer = self._trainer
         teacher_BT = compute_trainer_logps(trainer, output, self._model)

@@ -23,8 +23,8 @@ _KEY_LENGTH, _SWANLAB_LENGTH = 32, 21  # characters of the ids that Comet and Sw
 def continue_tracked_runs(args: GRPOConfig, run_dir: Path) -> None:
     """Set the variables with which MLflow, SwanLab and Comet continue this run. Exported variables stay.
 
-    Trackio continues a run by its name, so a trial gets the name of its sweep too. Call this before the trainer is
-    built.
+    Trackio continues a run by its name, so ``args.run_name`` of a trial becomes SWEEP-TRIAL. Also make the folders
+    of trackers next to the run. Call this before the trainer is built.
     """
     if "trackio" in (args.report_to or []) and run_dir.parent.name == CELLS:
         args.run_name = f"{run_dir.parents[1].name}-{run_dir.name}"
@@ -54,9 +54,10 @@ def find_tracked_runs() -> dict[str, str]:
 
 
 def close_trackers(code: int) -> None:
-    """Send what the trackers have buffered, and mark the run as stopped or failed. Called before ``os._exit``.
+    """Send what the trackers have buffered, and end their runs. Called before ``os._exit``.
 
-    An error of a tracker is printed: it must not hide how the run ended.
+    MLflow marks the run as stopped or failed, depending on the exit code ``code``. An error of a tracker is
+    printed: it must not hide how the run ended.
     """
     for name, close in _CLOSING.items():
         if (module := sys.modules.get(name)) is not None:

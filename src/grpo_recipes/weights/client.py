@@ -126,7 +126,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         self.has_other_clients = expected
 
     def copy_for_generation(self, generation_name: str, stop: StopRequest | None = None) -> Self:
-        """Return a copy of the client for a generation that ends on a stop request, or continues for the checkpoint."""
+        """Return a copy of the client for a generation. With ``stop`` None, a stop request does not end it."""
         client = copy.copy(self)
         client.generation_name, client.stop = generation_name, stop or StopRequest(self._run_dir)
         return client
@@ -357,7 +357,10 @@ class BridgeClient(SamplingSeeds, ServerConnection):
     def generate(  # type: ignore[override]  # TRL passes the sampling parameters by name
         self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any
     ) -> dict[str, list[Any]]:
-        """Generate as TRL does, with one request per prompt. With a run seed, each request has its own seed."""
+        """Generate as TRL does, with one request per prompt. With a run seed, each request has its own seed.
+
+        If the run stops, return placeholders of one token.
+        """
         if features is not None:
             sample = partial(self._generate_with_images, prompts, features, n, **kwargs)
             return self._generate_unless_stopping(sample, prompts, n)
@@ -375,9 +378,9 @@ class BridgeClient(SamplingSeeds, ServerConnection):
     ) -> dict[str, list[Any]]:
         """Generate as TRL does, with a request and a seed per prompt. vLLM gives completion k the seed + k.
 
-        With ``seeds=None`` the server uses its own seed. In a run with a seed, the engine is paused until it has all
-        requests. If other clients use the server too, it is not paused: its queue would never contain only our
-        completions.
+        With ``seeds=None`` the server uses its own seed. In a run with a seed, the engine is paused until it has
+        all requests. If other clients use the server too, it is not paused, because they fill its queue. If the run
+        stops, return placeholders of one token.
         """
         extra = kwargs.pop("generation_kwargs", None) or {}
         ordered = self._run_seed is not None and not self.has_other_clients

@@ -98,7 +98,11 @@ class ServerConnection(VLLMClient):
         return self._make_bad_answer(path, f"answered {answer.status_code}: {text}")
 
     def _make_bad_answer(self, path: str, problem: str) -> BadAnswer:
-        """Return a BadAnswer for an unusable answer, with the path of the server's log."""
+        """Return a BadAnswer for an unusable answer to a request of the URL path ``path``.
+
+        ``problem`` continues the sentence "the vLLM server at URL ...", for example "sent no JSON". The message
+        also names the server's log.
+        """
         processes = Run(self._run_dir).plan.get("processes", [])
         logs = [process["log"] for process in processes if process.get("role") == "server" and "log" in process]
         return BadAnswer(

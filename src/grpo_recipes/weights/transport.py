@@ -113,9 +113,10 @@ class ServerAdapter(BoundedAdapter):
 def check_completions(
     completions: Completions, count: int, max_tokens: int, vocabulary: int | None, requested_logprobs: int | None
 ) -> None:
-    """Raise ValueError unless there are ``count`` completions of at most ``max_tokens`` known tokens.
+    """Raise ValueError unless there are ``count`` completions of 1 to ``max_tokens`` known tokens.
 
-    Unless ``requested_logprobs`` is None, each token must have a finite log-prob.
+    ``vocabulary`` is the number of token ids, or None if it is unknown. Unless ``requested_logprobs`` is None, each
+    token must have a finite log-prob.
     """
     lengths, ids, logprobs = completions
     if len(lengths) != count:

@@ -97,7 +97,10 @@ def check_dataset_repository(name: str, where: str, environment: Mapping[str, st
 
 
 def push_dataset(repo: str, file: Path, private: bool, message: str) -> str:
-    """Create the dataset repository if needed, upload one file to it as a commit, and return the repository's URL."""
+    """Create the dataset repository if needed, upload one file to it as a commit, and return the repository's URL.
+
+    ``private`` has no effect on an existing repository. Errors of the hub's client are raised.
+    """
     from huggingface_hub import HfApi
 
     limit_every_wait(_PUSH_TIMEOUT)

@@ -56,7 +56,10 @@ _SPACES = {"\n": Markup('<i class="nl"></i>\n'), "\t": Markup('<i class="tab">\t
 
 
 def format_number(value: float | None) -> str:
-    """Return a number with three significant digits: 0.891, 1,234, 12.3k, 2.4e-7."""
+    """Return a number with three significant digits: 0.891, 1,234, 12.3k, 2.4e-7. Return a dash for None.
+
+    Raise ValueError for an infinite number.
+    """
     if value is None:
         return NOTHING
     size = abs(value)

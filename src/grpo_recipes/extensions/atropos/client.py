@@ -331,7 +331,7 @@ class AtroposClient:
     def count_waiting_groups(self, size: int) -> int:
         """Request run-api's status and return how many groups of ``size`` rows wait for this trainer.
 
-        They are queued or packed at run-api, or stored in this client.
+        They wait at run-api, queued or packed, or in this client. Raise AtroposError if run-api does not answer.
         """
         status = self.status()
         waiting = int(status["queue_size"]) + len(self._ready_groups)
@@ -390,8 +390,8 @@ class AtroposClient:
         Args:
             count: number of groups.
             size: trajectories of a group.
-            longest: most tokens of a trajectory.
-            vocabulary: number of token ids that the model knows.
+            longest: most tokens of a trajectory, including the prompt; None for no limit.
+            vocabulary: number of token ids that the model knows; None skips the check.
             step: optimizer step of the weights that are trained.
             max_staleness: most optimizer steps that a group's policy may be behind; None accepts all.
         """

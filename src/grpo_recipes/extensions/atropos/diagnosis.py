@@ -28,6 +28,8 @@ def diagnose_missing_batch(
 ) -> tuple[str, list[str]]:
     """Request run-api's state; return the likely reason why it hands out no batch, and the lines of a report.
 
+    If groups are queued, this registers an environment of almost no weight at run-api, and disconnects it again.
+
     Args:
         connection: the connection to run-api.
         batch_size: sequences of a registered batch; None reads the number from run-api.

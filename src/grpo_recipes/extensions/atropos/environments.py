@@ -103,7 +103,8 @@ class Episode:
     async def turn(self, messages: str | list[Message]) -> str:
         """Send messages to the policy, append messages and answer to the episode, and return the answer.
 
-        If the token limit leaves no token for an answer, send nothing, set ``complete`` to false and return "".
+        If the token limit leaves no token for an answer, send nothing, append only an empty text to ``texts``, set
+        ``complete`` to false and return "".
         """
         between = self._environment.renderer.between(_to_messages(messages), self.tokens)
         room = self._environment.config.max_token_length - len(self.tokens) - len(between)
@@ -244,8 +245,9 @@ def build_group(
 ) -> dict[str, Any] | None:
     """Build Atropos' JSON of a group from episodes and scores; return None if no episode has a score.
 
-    ``turn_advantages`` gives each token the score of its turn minus the mean of that turn in the group. An unscored
-    episode gets the group's mean score, and is not trained on. Raise ValueError for a score that is not finite.
+    ``params`` are the group's generation_params. ``turn_advantages`` gives each token the score of its turn minus
+    the mean of that turn in the group. An unscored episode gets the group's mean score, and is not trained on.
+    Raise ValueError for a score that is not finite.
     """
     turn_scores = [None if score is None else _list_turn_scores(score) for score in scores]
     sums = [None if turns is None else math.fsum(turns) for turns in turn_scores]
@@ -270,7 +272,7 @@ def build_group(
 def _compute_token_advantages(episodes: Sequence[Episode], turn_scores: Sequence[Sequence[float]]) -> list[list[float]]:
     """Return an advantage for each token of each episode: its turn's score minus the mean of that turn in the group.
 
-    Tokens outside of turns get 0.
+    Tokens outside of turns, and tokens of turns without a score, get 0.
     """
     indices = range(max(map(len, turn_scores)))
     means = [statistics.fmean([scores[turn] for scores in turn_scores if len(scores) > turn]) for turn in indices]
@@ -354,7 +356,10 @@ class DatasetEnv(RecipeEnv):
     fetched: Fetched | None = None  # finds the hub datasets that were downloaded for the run
 
     def __init__(self, *args: Any, **kwargs: Any):
-        """Load the reward, start its processes, and read the dataset; raise ConfigError if one of them is wrong."""
+        """Load the reward, start its processes, and read the dataset; raise ConfigError if one of them is wrong.
+
+        Raise RewardFailed if a process can't load the reward.
+        """
         super().__init__(*args, **kwargs)
         self._reward = load_reward(self.config, self.copies)
         self._problems = load_problems(self.config, self.fetched)
@@ -399,7 +404,8 @@ def _make_config(values: Mapping[str, Any]) -> Any:
 def load_problems(config: DatasetEnvConfig, fetched: Fetched | None = None) -> Any:
     """Read a dataset and return its problems with ``prompt`` (a chat), ``answer`` and the other scalar columns.
 
-    Duplicates and unusable rows are dropped. Raise ConfigError if no dataset is given, or no problem remains.
+    Duplicates and unusable rows are dropped. ``fetched`` finds downloaded hub datasets. Raise ConfigError if no
+    dataset is given, or no problem remains.
     """
     from grpo_recipes.data import problems as data  # imports TRL
 
@@ -421,8 +427,9 @@ def load_reward(
 ) -> Callable[[list[Any], dict[str, Any]], list[Score]]:
     """Return a function that scores completions, given their columns; raise ConfigError for an unknown reward or key.
 
-    The user's rewards, and shipped rewards that may hang, run in child processes. If ``start`` is true, the processes
-    start now.
+    The user's rewards, and shipped rewards that may hang, run in child processes. The processes start now; if
+    ``start`` is false, they never start, and the function can't be called. ``copies`` is the folder with the run's
+    copies of the user's code. Raise RewardFailed if a process can't load the reward.
     """
     name, known = config.reward, {key: entry for key, entry in rewards().items() if key != SOURCE_REWARD}
     if is_user_reward(name):

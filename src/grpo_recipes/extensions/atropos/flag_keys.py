@@ -94,8 +94,9 @@ class Translation:
 def translate(translation: Translation, environment_flags: list[tuple[str, str]]) -> str | None:
     """Translate the flags that need no recipe, and the flags of an environment, to recipe keys.
 
-    Keys, notes and problems are added to ``translation``. ``environment_flags`` has pairs of flag and text. Return the
-    value of --weight-bridge-mode, or None if the recipe decides.
+    Keys, notes and problems are added to ``translation``. ``environment_flags`` has pairs of flag and text. Return
+    the value of --weight-bridge-mode, or None if the recipe decides. Raise ConfigError if the value of an
+    ``--env.FIELD`` is not valid YAML.
     """
     mode = _choose_weight_bridge_mode(translation)
     if translation.uses_base and MODEL not in translation.flags and "model_name_or_path" not in translation.explicit:
@@ -228,7 +229,7 @@ def _translate_environment_flags(
     """Translate the flags of an environment: known flags to recipe keys, other ``--env.FIELD`` to its arguments.
 
     The arguments become the key atropos_environment_args. Flags without a value, with another prefix, or without
-    --environment are added as problems.
+    --environment are added as problems. Raise ConfigError if a value of ``--env.FIELD`` is not valid YAML.
     """
     fields: dict[str, Any] = {}
     for name, text in environment_flags:
@@ -289,9 +290,9 @@ def translate_counts(translation: Translation, value: Callable[[str], Any], mode
 
 
 def _check_max_lora_rank(translation: Translation, rank: Any, mode: str | None) -> None:
-    """Reject a --max-lora-rank below the recipe's lora_r; add a note that any other value has no effect.
+    """Reject a --max-lora-rank below ``rank``, the recipe's lora_r; add a note that any other value has no effect.
 
-    Do nothing in modes without an adapter.
+    Do nothing without the flag, and in modes without an adapter. A ``mode`` of None may have an adapter.
     """
     name = "--max-lora-rank"
     room = translation.read_number(name) if mode in (None, *ADAPTERS) else None
@@ -304,8 +305,8 @@ def _check_max_lora_rank(translation: Translation, rank: Any, mode: str | None) 
 def _translate_batch_size(translation: Translation, value: Callable[[str], Any]) -> None:
     """Translate BATCH_SIZE, the sequences of a step, to the recipe key prompts_per_step.
 
-    If a flag sets the batch, e.g. --batch-size, only add a note. Reject a size that is not a multiple of
-    num_generations.
+    gradient_accumulation_steps is then removed from the keys of ``translation``. If a flag sets the batch, e.g.
+    --batch-size, only add a note. Reject a size that is not a multiple of num_generations.
     """
     size, group = translation.read_number("BATCH_SIZE"), value("num_generations")
     flags = [name for name in (BATCH, ACCUMULATION) if name in translation.flags]

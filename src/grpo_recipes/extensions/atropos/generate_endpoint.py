@@ -84,12 +84,12 @@ def read_request(body: Mapping[str, Any], longest: int, sampling: Mapping[str, A
     """Convert the JSON body of a request to ``/generate`` to vLLM's ``CompletionRequest``.
 
     Args:
-        body: the prompt and vLLM's sampling parameters.
+        body: the prompt and vLLM's sampling parameters. A ``max_tokens`` above the remaining room is lowered.
         longest: most tokens of a prompt with its completion.
         sampling: defaults of missing parameters.
 
     Raises:
-        ConfigError: if a parameter is unknown or not allowed, or a value is wrong.
+        ConfigError: if a parameter is unknown or not allowed, a value is wrong, or the prompt leaves no room.
     """
     parameters = dict(body)
     prompt = _read_prompt_ids(parameters.pop("prompt", None), longest)

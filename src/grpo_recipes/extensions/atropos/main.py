@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read_launch(arguments: list[str]) -> AtroposLaunch:
     """Translate command-line flags and environment variables to a launch, and check its recipe and plan.
 
-    To resume a run without --config, nothing is checked, because the run directory has recipe and plan. Raise
-    ConfigError with all problems.
+    To resume a run without --config, recipe and plan are not checked, because the run directory has them. Raise
+    ConfigError if flags, variables, recipe or plan are wrong.
     """
     options, words = _build_parser().parse_known_args(arguments)
     environment_flags, flags = _split_environment_flags(words)

@@ -49,7 +49,10 @@ class MetricsFile(BaseEnv):
     metrics_file: Path
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Call BaseEnv's method, then append the numbers among the metrics, and run-api's step, as a line of JSON."""
+        """Call BaseEnv's method, then append run-api's step and the metrics that are numbers as a line of JSON.
+
+        Without such metrics, no line is written.
+        """
         metrics = {} if wandb_metrics is None else wandb_metrics
         await super().wandb_log(metrics)
         numbers = {
@@ -178,7 +181,8 @@ def disconnect_predecessor(file: Path, api_url: str) -> None:
     """Disconnect the environment that ``file`` records from run-api, and remove the file.
 
     Do nothing without a record, or if run-api has restarted since, because it does not know the environment then.
-    Otherwise, run-api counts a dead environment as connected, and waits for its min_allocation of each batch.
+    Otherwise, run-api counts a dead environment as connected, and waits for its min_allocation of each batch. Raise
+    requests.RequestException if run-api does not answer; an answer with an error is only printed.
     """
     record = load_json_mapping(file) or {}
     if "env_id" not in record or not record.items() >= _identify_api(api_url).items():

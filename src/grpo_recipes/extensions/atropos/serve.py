@@ -1,6 +1,6 @@
 """Run one environment of a run: it sends scored groups to run-api until the launcher ends it.
 
-    python -m grpo_recipes.extensions.atropos.serve INDEX --api-url http://127.0.0.1:8001 --server-url http://127.0.0.1:8000
+    python -m grpo_recipes.extensions.atropos.serve INDEX --api-url URL --server-url URL
 
 INDEX counts the environments of the run directory's recipe from 0. An environment is shipped with this package, or any
 BaseEnv of atroposlib. It samples from the run's server, and the recipe sets the sizes in its configuration.
@@ -132,8 +132,8 @@ def create_environment(run: Path, index: int, api_url: str, server_url: str) -> 
 def load_environment(spec: str, copies: Path | None = None) -> type[BaseEnv]:
     """Return the class of a shipped environment, or import it from ``module:Class`` or ``file.py:Class``.
 
-    Raise ConfigError if it is not an environment or lacks a method. ``copies`` is the folder with the run's copies of
-    user code.
+    Raise ConfigError if it is not an environment or lacks a method. Errors of the user's code are not caught.
+    ``copies`` is the folder with the run's copies of user code.
     """
     if (kind := SHIPPED.get(spec)) is not None:
         return kind
@@ -161,6 +161,8 @@ def find_environment_problems(
     fetched: Fetched | None = None,
 ) -> list[Problem]:
     """Import an environment, check its arguments and read its dataset; return the problems, [] if it is usable.
+
+    Any error of the environment's code is a problem too.
 
     Args:
         spec: the environment as the recipe names it.
@@ -220,7 +222,8 @@ def build_config(
 def preview_changes(recipe: Recipe, index: int) -> list[str]:
     """Return a line for each default of environment ``index`` (from 0) that a run of this recipe would change.
 
-    Values that the recipe sets in the environment's arguments are left out.
+    Values that the recipe sets in the environment's arguments are left out. Raise ConfigError if the environment or
+    an argument is wrong.
     """
     entry, label = list_environments(recipe.__getitem__)[index], make_environment_labels(recipe.__getitem__)[index]
     kind, model = load_environment(entry.id), recipe.model.name

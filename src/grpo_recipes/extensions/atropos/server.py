@@ -297,7 +297,10 @@ def _describe_error(error: BaseException | None) -> str:
 
 
 def _read_completions(response: Any, count: int) -> list[tuple[list[int], list[float], str]]:
-    """Return token ids, log-probs and finish reason of each completion; raise _Unusable if any of them is missing."""
+    """Return token ids, log-probs and finish reason of each completion; raise _Unusable if any of them is missing.
+
+    ``count`` completions are expected. A log-prob of NaN counts as missing, and minus infinity becomes -9999.
+    """
     malformed = (AttributeError, LookupError, TypeError, ValueError)
     with translate_errors(malformed, lambda error: _Unusable(f"its answer has no token ids with log-probs ({error})")):
         completions = [

@@ -105,7 +105,7 @@ def _build_parser() -> Parser:
 
 
 def _translate_options(options: argparse.Namespace) -> dict[str, Value]:
-    """Return the recipe keys that --gpus and --log-level set, and vllm_mode: colocate for a new run.
+    """Return the recipe keys that --gpus and --log-level set; for a new run, also use_vllm and vllm_mode: colocate.
 
     For a resumed run, only options on the command line set keys.
     """

@@ -54,7 +54,8 @@ def make_result_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield one row per seed for the benchmark's file, with lists of its episodes' rewards, lengths and texts.
 
-    ``reward_of`` returns an episode's reward or None. An episode counts as solved if its reward reaches ``solved``.
+    ``reward_of`` returns an episode's reward or None. The score of an episode is 1 if its reward reaches
+    ``solved``, else 0, and None without a reward.
     """
     for episodes in problems:
         rewards = [reward_of(episode) for episode in episodes]

@@ -138,7 +138,8 @@ class Episode:
     def record(self) -> dict[str, Any]:
         """Return the episode's entry in ``samples.jsonl``: messages, and per turn the action, reward and info.
 
-        The entry itself has a reward only if the episode ended before any action.
+        A last action that a failed environment did not answer has neither reward nor info. ``failed`` or
+        ``unfinished`` is set if it applies. The entry has a reward only if the episode ended before any action.
         """
         first, *answers = self.policy_turns or [Turn([])]
         turns: list[dict[str, Any]] = [{"action": action} for action in self.policy_actions]

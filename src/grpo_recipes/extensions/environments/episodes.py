@@ -116,8 +116,8 @@ class Episodes(Source):
     def __call__(self, prompts: list[Any], trainer: SamplingTrainer) -> dict[str, Any]:
         """Play the batch of ``start_generation`` to its end; return the columns of TRL's ``rollout_func`` and rewards.
 
-        Every rank must call this. ``prompts`` is not used, because each environment provides its prompt: the rows'
-        prompts are replaced in place.
+        Every rank must call this. All ranks raise Stopped if any rank has seen a stop request. ``prompts`` is not
+        used, because each environment provides its prompt: the rows' prompts are replaced in place.
         """
         first = trainer.accelerator.process_index * len(self._rows)
         self.played = episodes = [self._make_episode(first + index, row) for index, row in enumerate(self._rows)]
@@ -356,8 +356,9 @@ class Episodes(Source):
         """Return the advantages of ``environment_credit: per_turn``: per token (B, T), and per row of all ranks.
 
         Return None with any other environment_credit. The advantage of a turn compares the rewards from that turn on
-        with the same turn of the group's other episodes. The advantage of a row is the mean over its tokens, for
-        display only. The advantage of each turn is also stored in ``records``.
+        with the same turn of the group's other episodes. Other tokens, and episodes without a reward, get 0. The
+        advantage of a row is the mean over its tokens, for display only. The advantage of each turn is also stored
+        in ``records``.
         """
         if self._script.environment_credit != "per_turn":
             return None

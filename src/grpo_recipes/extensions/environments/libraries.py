@@ -231,8 +231,8 @@ class _OpenEnvServer(Environment):
     def _request_turn(self, method: str, request: Callable[[], Any]) -> Turn:
         """Call ``request`` and return the server's answer as a turn; the last turn has its text as ``end`` in the info.
 
-        Raise ConfigError if the call fails, or the answer lacks the observation_field or has an invalid reward.
-        ``method`` is "reset" or "step", for the error.
+        A missing reward counts as 0. Raise ConfigError if the call fails, or the answer lacks the observation_field
+        or has an invalid reward. ``method`` is "reset" or "step", for the error.
         """
         from websockets.exceptions import ConnectionClosed
 

@@ -19,7 +19,8 @@ _EXPECTED = "return a text or a list of {role, content} from reset, (observation
 def load_environment(spec: str, args: Mapping[str, Any], copies: Path | None = None) -> Environment:
     """Create the environment ``spec``, of a library or the user; raise ConfigError if ``spec`` or ``args`` is wrong.
 
-    If the folder ``copies`` has a copy of the user's file, the copy is loaded instead of the original.
+    If the folder ``copies`` has a copy of the user's file, the copy is loaded instead of the original. Errors of
+    the user's code are not caught.
     """
     kind, _, name = spec.partition(":")
     return load_library(kind, name, args) if kind in LIBRARIES else _load_user_class(spec, args, copies)

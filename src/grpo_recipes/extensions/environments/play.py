@@ -32,7 +32,8 @@ _CALL = '{"name": "...", "arguments": {...}}'
 def play(options: argparse.Namespace) -> int:
     """Play one episode on the terminal: read one line of stdin per turn, and print the environment's answers.
 
-    Return 0 (also at the end of stdin), or 130 after Ctrl-C. Raise ConfigError if there is no environment to play.
+    Return 0 (also at the end of stdin), or 130 after Ctrl-C. Raise ConfigError if there is no environment to play,
+    an option is wrong, or the environment fails.
     """
     recipe = chosen_recipe(options)
     entries = SOURCE.benchmarks(recipe.__getitem__)

@@ -131,7 +131,8 @@ def _get_event_loop() -> asyncio.AbstractEventLoop:
 def _load_environment(name: str, arguments: str) -> Any:
     """Load and return an environment of verifiers; cached, because it serves many rollouts and builds its dataset once.
 
-    Raise ConfigError if it can't be loaded, has no chat prompts, or scores several rollouts together.
+    ``arguments`` is JSON. Raise ConfigError if the environment can't be loaded, has no chat prompts, or scores
+    several rollouts together.
     """
     import verifiers
 

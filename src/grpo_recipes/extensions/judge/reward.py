@@ -117,7 +117,10 @@ def read_preference(reply: str) -> float:
 
 
 async def _request_reply(text: str, settings: Settings) -> str:
-    """Return the judge's reply to a message, from the cache if it has this request."""
+    """Return the judge's reply to a message, from the cache if it has this request; else store it there.
+
+    Raise the client's error if the server gives no reply.
+    """
     messages = [{"role": "user", "content": text}]
     request: dict[str, Any] = {
         "model": settings["judge_model"],
@@ -152,7 +155,10 @@ def compute_try_seconds(reward_timeout: float, retries: int) -> float:
 
 @functools.cache
 def _make_client(base_url: str, key_variable: str | None, retries: int, reward_timeout: float) -> AsyncOpenAI:
-    """Return the client of this process for a server. It opens no connection yet."""
+    """Return the client of this process for a server. It opens no connection yet.
+
+    Raise KeyError if the variable ``key_variable``, which has the server's key, is not set. None sends no real key.
+    """
     key = os.environ[key_variable] if key_variable else "unused"
     seconds = compute_try_seconds(reward_timeout, retries)
     return AsyncOpenAI(base_url=base_url, api_key=key, timeout=seconds, max_retries=retries)

@@ -452,7 +452,7 @@ def _translate_rewards(migration: Migration) -> None:
 def _add_settings(migration: Migration, names: set[str]) -> None:
     """Add lines for settings that other projects imply, e.g. use_peft if a LoRA rank is set; remind of missing data.
 
-    ``names`` are the original names. The reminders are comments for a missing model or dataset.
+    ``names`` are original names. Reminders are comments. A dataset_name next to dataset_mixture becomes a comment.
     """
 
     def add(key: str, value: Any, why: str) -> None:

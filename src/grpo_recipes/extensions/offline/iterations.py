@@ -112,7 +112,8 @@ def compute_train_metrics(iteration: int, rows: Sequence[dict[str, Any]], args: 
 
     ``loss_total`` is the minimized loss, the sum of three terms: ``loss_pg`` is the policy-gradient term (see
     ``Iterations.loss``), ``loss_kl`` is ``beta`` times ``kl_divergence``, and ``loss_entropy`` is minus
-    ``entropy_coef`` times the entropy.
+    ``entropy_coef`` times the entropy. Except for ``loss_kl`` and ``loss_entropy``, a metric is left out if no row
+    has it or a value is not finite.
     """
     kl_terms = [row.get("beta", args.beta) * row.get("kl", 0.0) for row in rows]
     entropy_terms = [row.get("entropy_coef", args.entropy_coef) * row.get("entropy", 0.0) for row in rows]

@@ -302,7 +302,7 @@ def select_device(device: str, resources: Resources) -> tuple[Resources, dict[st
     """Limit the resources of a launch to ``device``; return them, and the environment variables that select them.
 
     "auto" and the environment's own device change nothing, and the variables are {}. For ``cuda:N``, the trainer gets
-    GPU N, and the server the first of the other GPUs. Raise ConfigError if the device does not exist.
+    GPU N, and the server the first other GPU, if there is any. Raise ConfigError if the device does not exist.
     """
     if device == "auto" or device == resources.device:
         return resources, {}

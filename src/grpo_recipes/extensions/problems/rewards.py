@@ -53,7 +53,10 @@ def modebench_answers(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | N
 
 
 def satisfiability_answers(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
-    """Return all correct assignments, the reference first, and some incorrect answers; None if a row has no clauses."""
+    """Return all correct assignments, the reference first, and incorrect answers; None if a row has no clauses.
+
+    Raise ValueError if the column ``clauses`` is not valid.
+    """
     if not row.get("clauses"):
         return None
     answer, candidates = row["answer"], list(list_assignments(parse_clauses(row["clauses"])))

@@ -95,7 +95,10 @@ class SFTTrainer(trl.SFTTrainer):
         return super().training_step(*args, **kwargs)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
-        """Return the gradient norm as a number. Raise NotFinite if it or the loss is not finite."""
+        """Return the gradient norm as a number, or None without it; raise NotFinite if norm or loss is not finite.
+
+        With fp16, a few steps in a row may have a norm that is not finite.
+        """
         return self.checks.check_gradient(super()._get_grad_norm(model, grad_norm=grad_norm))
 
     def _maybe_log_save_evaluate(
@@ -110,7 +113,10 @@ class SFTTrainer(trl.SFTTrainer):
             raise Stopped
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as in TRL, and add a row to ``metrics.jsonl`` for every optimizer step."""
+        """Log as in TRL, and add a row to ``metrics.jsonl`` for every optimizer step.
+
+        In the log history, numbers that are not finite become texts.
+        """
         super().log(logs, start_time)
         self.state.log_history[-1] = {key: to_json_number(value) for key, value in self.state.log_history[-1].items()}
         if "loss" in logs:

@@ -238,7 +238,10 @@ def is_foreign(layer: Mapping[str, Value]) -> bool:
 
 
 def migration(path: Path, layer: Mapping[str, Value]) -> list[Problem]:
-    """Return a problem that recommends `grpo new --from` if a file is a recipe of another project; else []."""
+    """Return a problem that recommends `grpo new --from` if a file is a recipe of another project; else [].
+
+    Return [] also if no installed extension translates recipes.
+    """
     if not is_foreign(layer) or not any(extension.translate for extension in extensions()):
         return []
     command = f"grpo new {shell_quote(f'my-{path.stem}.yaml')} --from {shell_path(path)}"

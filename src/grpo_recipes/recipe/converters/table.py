@@ -94,7 +94,7 @@ class Row:
         return {key: value if template == VALUE else template for key, template in self.sets.items()}
 
     def fix_for(self, value: Any, flag: bool = False) -> str:
-        """Return the fix for a setting with this value: lines of a recipe, or flags if ``flag`` is true."""
+        """Return the row's ``fix``, or else the recipe lines for this value, or flags if ``flag`` is true."""
         keys = self.filled(value)
         words = " ".join(as_flag(*item) for item in keys.items()) if flag else in_words(keys)
         return self.fix or f"write {words}"

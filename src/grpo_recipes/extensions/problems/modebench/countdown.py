@@ -95,7 +95,10 @@ Forms = dict[Signed, tuple[Value, int]]  # form -> its value, and the number of 
 
 
 def count_modes(numbers: tuple[int, ...], target: int) -> dict[str, int]:
-    """Return the number of expressions of each mode (as a text) that makes ``target`` from all of the numbers."""
+    """Return the number of expressions of each mode (as a text) that makes ``target`` from all of the numbers.
+
+    The numbers must be different.
+    """
     forms = _make_forms(tuple(sorted(numbers)), lambda value: value == (target, 1))
     return {format_form(form): count for form, (_, count) in sorted(forms.items())}
 
@@ -191,7 +194,8 @@ def parse_expression(expression: str) -> Expression:
 def _evaluate_node(node: ast.expr, numbers: list[int]) -> tuple[Fraction, Signed]:
     """Compute value and normal form of a node of Python's syntax tree, and append its numbers to ``numbers``.
 
-    Raise NotAnExpression for anything except integers, a minus and + - * /.
+    Raise NotAnExpression for anything except integers, a minus and + - * /. Raise ZeroDivisionError for a division
+    by 0.
     """
     match node:
         case ast.Constant(value=int(number)):
