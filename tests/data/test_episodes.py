@@ -31,3 +31,9 @@ def test_a_mixture_has_its_shares_and_arguments() -> None:
     assert {row["environment"]: json.loads(row["arguments"]) for row in rows} == {
         "a.py:Game": {"size": 4}, "b.py:Game": {},
     }  # fmt: skip
+
+
+def test_equal_rows_start_different_episodes_of_a_trl_environment(load) -> None:
+    rows = [{"problem": "a", "answer": "1"}] * 3
+    assert len(load(rows).dataset) == 1
+    assert len(load(rows, environment="a.py:Game").dataset) == 3

@@ -47,7 +47,8 @@ class TRLEnvironment(Environment):
     def __init__(self, spec: str, setup: Mapping[str, Any]):
         """Load the class. ``setup`` has the folder ``copies``, the dataset's ``row``, and the class's ``arguments``."""
         self._class = load_object(spec, Path(setup["copies"]))
-        self._setup, self._noise, self._instance = setup, Noise(), None
+        self._setup, self._noise = setup, Noise()
+        self._instance: Any = None  # made by ``reset``
         self.tools: list[dict[str, Any]] = []  # the chat template gets them as a variable
 
     def reset(self, seed: int) -> Turn:
@@ -92,7 +93,7 @@ def play(
 ) -> list[str]:  # fmt: skip
     """Play the next turn of each episode with a ``TRLEnvironment``, as ``stage.play`` does with other environments."""
     rows = zip(completions, environment, arguments, seed, episode, last_digest, strict=True)
-    return [play_turn(*row, load=TRLEnvironment) for row in rows]
+    return [play_turn(*row, load=TRLEnvironment) for row in rows]  # type: ignore[misc]  # a row has six parts
 
 
 play.converts = lambda text: Score(text)  # type: ignore[attr-defined]  # a text; reward functions return a number
