@@ -1,4 +1,4 @@
-"""A real server of two replicas: it trains, none of them may be stale, and the loss of one changes nothing."""
+"""A real server of two replicas: it trains, none may be stale, and one that is lost or hangs is replaced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import requests
 from one_by_one import Bench
 from real_runs import Launch, same_rows, weights_hash
-from test_server_restarts import Places
+from test_server_restarts import HUNG, SHORT, Places
 
 from grpo_recipes.runs.rundir import read_metrics
 from grpo_recipes.weights.sampling import sampling_seed
@@ -65,6 +65,26 @@ def test_a_killed_replica_and_a_stop_change_nothing(launch: Callable[..., Launch
     assert same_rows(run, expected) and weights_hash(run) == weights_hash(expected)
     loads = Counter(re.findall(r"^\(Worker pid=(\d+)\) .*grpo: weights loaded", expected.log("server"), re.MULTILINE))
     assert [*loads.values()] == [60, 60]
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.fault
+def test_a_hung_replica_is_named_and_its_server_is_replaced(launch: Callable[..., Launch]) -> None:
+    """The other replica goes on, so only the server's stall timeout ends the wait for the missing completions."""
+    places = Places()
+    run = launch(*SHORT, *REPLICAS, *HUNG, *places.keys)
+    run.wait_for_step(1)
+    engine = engines_of(run)["EngineCore_DP1"]
+    engine.suspend()
+    assert run.wait(600) == 0, run.output
+    stall = r"the vLLM server has made no token for \d+ s \(server_stall_timeout 20\)(; stacks of .*)?"
+    named = rf"; stopped by a signal \(SIGSTOP\): pid {engine.pid} \(EngineCore_DP1\)"
+    assert re.search(stall + named + r": only the server is started again \(1 of 2\)", run.output), run.output
+    summary = run.summary()
+    assert (summary["status"], summary["server_restarts"], summary["restarts"]) == ("completed", 1, 0)
+    assert len(run.rows()) == 6 and run.processes() == []
+    places.assert_left()
 
 
 @pytest.mark.slow
