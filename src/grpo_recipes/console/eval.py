@@ -450,8 +450,9 @@ def _score_completions(
 ) -> Rows:
     """Score the completions, write them to ``scores.jsonl``, and return its rows, one per prompt.
 
-    A row has text, length in tokens, rewards and maybe a reason for each completion. Prompts that are already in the
-    file are not scored again. If the settings have changed, the file is removed first.
+    A completion has text, tokens (their number), truncated, rewards by name (None without a score), and maybe a
+    reason. Each of ``rows`` needs completions. Prompts that are already in the file are not scored again. If the
+    settings have changed, the file is removed first. Raise RewardFailed if a reward cannot be called.
     """
     from grpo_recipes.evaluate.scores import call_rewards
     from grpo_recipes.rollouts.generate import open_completions

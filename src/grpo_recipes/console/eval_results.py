@@ -1,7 +1,11 @@
 """Summarize the scores of `grpo eval`, and write them to a file, a page and the terminal.
 
-result = {"model": name, **summarize_scores(recipe, reward_names, scored, n=8, ks=None)}
-write_results(result, scored, Path("evals/gsm8k"))
+scores = summarize_scores(recipe, reward_names, scored, n=8, ks=None)  # adds reward and right to ``scored``
+result = {"model": name, "recipe": "gsm8k.yaml", "prompts": len(scored), "samples": 8, **scores}
+write_results({**result, "seed": 0, "settings": settings}, scored, Path("evals/gsm8k"))
+
+The page needs all of these keys. ``settings`` needs max_tokens, temperature and reward_funcs. The folder must
+exist.
 """
 
 import math

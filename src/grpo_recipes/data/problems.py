@@ -253,7 +253,12 @@ def make_problems(
     rows = rows.select_columns(list(dict.fromkeys(root_of(column, names) for column in read)))
 
     def convert_batches() -> Iterator[Batch]:
-        """Yield the problems of each batch of rows, without rows that have no prompt or no solution. Update counts."""
+        """Yield the problems of each batch of rows, without rows that have no prompt or no solution.
+
+        Columns are prompt, answer and the last parts of ``extra_columns``. Add to read, empty, unmarked and
+        own_system of ``counts``. Raise ConfigError if the source can't be read, or if a prompt or a solution is
+        invalid.
+        """
         unread, marker, system = rows.iter(batch_rows), args.dataset_solution_marker, args.system_prompt
         while True:
             with describing_read_errors(source.id):

@@ -5,7 +5,8 @@ The job runs the frozen copy of code and recipe, so later edits do not change a 
     submission, estimates = prepare_submission(profile, "recipe.yaml", None, [], os.environ)
     run, job = submit_run(submission, profile)
 
-``prepare_submissions`` prepares several runs. Each starts from the model of the run before, in a job that waits for it.
+``prepare_submissions`` prepares several runs. Each starts from the model of the run before. Submit them in order,
+each with ``after``, the job id of the run before: otherwise its job does not wait for that model.
 """
 
 import contextlib

@@ -224,9 +224,10 @@ def _dataset(where: str, source: DataSource, place: _Place, recipe: Recipe, colu
 
 
 def _no_file(where: str, name: str, path: Path) -> Iterator[Problem]:
-    """Yield a problem for a dataset without a local file, unless its name has the form of a hub id.
+    """Yield the problem of a dataset name for which the caller found no local file; nothing for a hub id.
 
-    ``path`` is the local path of ``name``, and ``where`` the line that sets it.
+    A ``name`` that starts like a local path (/, ./, ../ or ~), or a ``path`` with the suffix of a data file, is
+    never a hub id. ``path`` is the local path of ``name``, and ``where`` the line that sets it.
     """
     if name.startswith(LOCAL_PREFIXES) or path.suffix in BUILDERS:
         whole = f"write {os.path.expanduser(name)}, or another file" if name.startswith("~") else "name a file"

@@ -1,7 +1,7 @@
 """Select rows of a dataset by a number in a column: ``dataset_filter: pass_rate in 0.1..0.9``. No torch.
 
-row_filter = parse_row_filter("pass_rate in 0.1..0.9")
-row_filter.keeps(0.5)  # True
+row_filter = parse_row_filter("pass_rate in 0.1..0.9")  # None if the text is not a filter
+row_filter.keeps(0.1)  # True: both ends are included
 """
 
 import math

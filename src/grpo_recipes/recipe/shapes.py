@@ -154,10 +154,10 @@ def _chat(source: DataSource) -> str:
 
 
 def answer_of(value: Any, marker: str | None, source: DataSource) -> tuple[str, bool]:
-    """Return a solution as text, and whether the marker is missing in it.
+    """Return a solution as text, and whether it lacks the marker (False if it is empty, or without ``marker``).
 
-    With a ``marker``, only the text after its last occurrence is returned. Raise ConfigError if the value is not a
-    text, a number or a boolean.
+    Only the stripped text after the marker's last occurrence is returned, or all of it if the marker is missing.
+    None and NaN are an empty solution. Raise ConfigError for a list or a mapping.
     """
     text = _text(value, source, for_solution=True)
     _, separator, answer = text.rpartition(marker) if marker else ("", "no marker", text)

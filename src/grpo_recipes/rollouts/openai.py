@@ -1,12 +1,13 @@
-"""Ask a vLLM or SGLang server for completions: token ids in, token ids with their log-probs out.
+"""Ask a vLLM or SGLang server for completions of token ids or chats: token ids with log-probs, and their text.
 
     client = CompletionClient("http://localhost:8000", model="Qwen/Qwen2.5-0.5B-Instruct", batch_size=8)
     client.ready()
     completions = client.sample([[1, 2, 3]], n=4, sampling=SamplingParameters(max_tokens=64, seed=0))
 
 Completions are never decoded and tokenized again: that would lose their end token and could split words differently. A
-missing completion is a ``Failed``, never an empty text. Each completion is a separate request with its own seed, so it
-depends neither on the order of the requests nor on their number.
+missing completion is a ``Failed``, never an empty text. Each completion is a separate request with its seed. So
+with a seed, it depends neither on the order of the requests nor on their number. SGLang uses seeds only if it was
+started with ``--enable-deterministic-inference``. With SGLang, ``sample`` raises ValueError for a chat.
 """
 
 from __future__ import annotations

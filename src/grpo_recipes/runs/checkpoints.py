@@ -63,7 +63,10 @@ def _find_changed_files(folder: Path, names: Iterable[str], digests: Mapping[str
     """
 
     def find_difference(name: str) -> tuple[str, str]:
-        """Return a file's name and its fault, which is empty if the file is unchanged."""
+        """Return a file's name and its fault, "" if the file in ``folder`` has the digest in ``digests``.
+
+        A file without a digest there counts as changed. An unreadable file is a fault too: no OSError is raised.
+        """
         try:
             is_same = compute_digest(folder / name) == digests.get(name)
             return name, "" if is_same else "was changed since the run wrote it"

@@ -265,6 +265,7 @@ class Scoring:
     def mark_failed(self, rewards_BR: torch.Tensor) -> None:
         """Set all rewards of completions that the server did not return to NaN, in place, and log their fraction.
 
+        ``trainer.rollouts.failed`` marks them, in the order of the rows of all ranks. If it is empty, do nothing.
         In training, raise TooManyWithoutVerdict if they are more than the accepted fraction.
         """
         trainer = self._trainer

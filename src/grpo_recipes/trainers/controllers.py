@@ -24,8 +24,9 @@ def make_kl_controller(args: GRPOConfig) -> KLController | None:
 def update_beta(trainer: InnerTrainer, controller: KLController) -> float:
     """Adjust the controller to the KL divergence of this optimizer step, and return the new ``beta``.
 
-    The KL divergence is the mean of TRL's metric ``kl`` over the micro-batches of the step. TRL has averaged it over
-    the ranks.
+    ``trainer.beta`` does not change: set it to the result. The KL divergence is the mean of TRL's metric ``kl``
+    over the micro-batches of the step. TRL has averaged it over the ranks. Call this before TRL's ``log``, which
+    clears the metrics.
     """
     micro_batches = trainer.current_gradient_accumulation_steps
     kls = trainer._metrics["train"]["kl"][-micro_batches:]

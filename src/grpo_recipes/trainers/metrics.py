@@ -147,7 +147,10 @@ class MetricsRows:
         self._prompt_values = {}
 
     def _append_row(self, logs: dict[str, float], now: float) -> None:
-        """Append the row to ``metrics.jsonl``. Write ``tracked.json`` if an address in a tracker has changed."""
+        """Append the row of the step that ends at ``now`` (as ``time.perf_counter()``) to ``metrics.jsonl``.
+
+        ``logs`` are TRL's metrics. Write ``tracked.json`` if an address in a tracker has changed.
+        """
         state = self._trainer.state
         step_seconds = now - (self._row_began or now)
         tokens = state.num_input_tokens_seen - self._tokens_before

@@ -105,7 +105,8 @@ def _compute_in_one_row(
 ) -> SimpleNamespace:
     """Feed the tokens of all rows in a single row. Return ``log_probs`` and ``entropy``, (b, L - 1), like TRL's head.
 
-    The positions restart with each row. Attention detects the borders of rows by them.
+    Padding has 0. A result that the head does not compute is None. The positions restart with each row. Attention
+    detects the borders of rows by them.
     """
     real_bL = attention_mask.bool()
     positions_bL = real_bL.long().cumsum(dim=1) - 1

@@ -271,7 +271,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
     def is_stopping(self, within: float = 0.0) -> bool:
         """Return whether a stop request ends the current work; wait at most ``within`` seconds for a request.
 
-        A request ends only work inside ``StopRequest.cutting_short``. Once True, the result stays True.
+        Outside of ``StopRequest.cutting_short``, no request ends it: don't wait. Once True, the result stays True.
         """
         deadline = time.monotonic() + within
         while self.stop.may_cut and not self._stopping:

@@ -1,6 +1,10 @@
 """Send one HTTP request to the vLLM server, and classify its failures: lost server, late, or bad answer.
 
-Also validate the completions of an answer::
+``check_completions`` validates the completions of an answer. ``secure_session`` mounts the adapter and adds the
+token, and ``server_listener`` finds the process that may answer::
+
+    from grpo_recipes.process.sessions import secure_session
+    from grpo_recipes.runs.server_state import server_listener
 
     adapter = ServerAdapter(600.0, owner=server_listener(state_file, url))
     secure_session(session, adapter, token)

@@ -50,7 +50,7 @@ def row(index: int, *completions: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "prompt": prompt, "answer": "7", "completions": list(completions)}
 
 
-def page_of(rows: list[dict[str, Any]], **changes: Any) -> str:
+def page_of(rows: list[dict[str, Any]], data: dict[str, str] | None = None, **changes: Any) -> str:
     right = [[entry["right"] for entry in line["completions"]] for line in rows]
     rewards = [[entry["reward"] for entry in line["completions"]] for line in rows]
     scores = scores_at_k(rewards, right, [["a"] * len(each) for each in right])
@@ -58,8 +58,8 @@ def page_of(rows: list[dict[str, Any]], **changes: Any) -> str:
     result |= {f"{name}_ci": list(limits) for name, (_, limits) in scores.items() if limits}
     result |= {"model": "a/model", "recipe": "my.yaml", "prompts": len(rows), "samples": len(right[0]), "seed": 0}
     result |= {"reward": 0.5, "reward_std": 0.1, "truncated": 0.25, "mean_length": 3.0, "no_verdict": 2, **changes}
-    how = {"dataset_name": "d", "eval_dataset_name": "held_out.jsonl", "max_tokens": 64, "temperature": 0.7}
-    result["settings"] = {**how, "reward_funcs": ["mine", "other"]}
+    data = {"dataset_name": "d", "eval_dataset_name": "held_out.jsonl"} if data is None else data
+    result["settings"] = {**data, "max_tokens": 64, "temperature": 0.7, "reward_funcs": ["mine", "other"]}
     return render_evaluation_page(result, rows)
 
 
@@ -67,6 +67,15 @@ def mixed(count: int) -> list[dict[str, Any]]:
     return [
         row(index, completion(True), completion(False), completion(None), completion(False)) for index in range(count)
     ]
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [({"eval_dataset_name": "held_out.jsonl", "dataset_name": "d"}, "held_out.jsonl"), ({"dataset_name": "d"}, "d"),
+     ({"dataset_mixture": "a and b"}, "a mixture")],
+)  # fmt: skip
+def test_the_data_are_named_by_the_keys_that_the_recipe_sets(data: dict[str, str], name: str) -> None:
+    assert f"<dt>Data</dt><dd>{name}</dd>" in re.sub(r">\s+<", "><", page_of(mixed(2), data))
 
 
 def test_scores_settings_and_samples_are_on_the_page() -> None:

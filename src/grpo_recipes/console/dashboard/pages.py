@@ -196,7 +196,10 @@ def _read_file_states(folder: Path) -> list[tuple[int, int] | None]:
 
 
 def draw_small_curve(values: Sequence[float]) -> Markup:
-    """Return a line over the values as SVG, with means of neighbors if there are many; empty below two values."""
+    """Return a line over rewards as SVG, with means of neighbors if there are many; empty below two values.
+
+    The label for screen readers always says "reward".
+    """
     if len(values) < 2:
         return Markup("")
     count, (width, height) = min(len(values), _CURVE_POINTS), _CURVE

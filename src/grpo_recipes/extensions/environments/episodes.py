@@ -325,7 +325,8 @@ class Episodes(Source):
     def reward(self, episode: Episode) -> float | None:
         """Return the sum of an episode's rewards, or None if the episode has no reward.
 
-        It has none if it failed, or if it is unfinished and the recipe leaves such episodes unscored.
+        It has none if it failed. If it is unfinished, environment_unfinished decides: None (unscored), 0.0 (zero),
+        or the sum of its rewards so far (score).
         """
         if episode.failed or (episode.unfinished and self._script.environment_unfinished == "unscored"):
             return None

@@ -54,8 +54,9 @@ def play(
 ) -> list[str]:  # fmt: skip
     """Play the next turn of each episode; return each turn as JSON, for ``parse_turn``.
 
-    ``completions`` are the policy's actions so far, ``arguments`` the environment's arguments as JSON, ``episode``
-    the names of generation and row, and ``last_digest`` the digest of the previous turn.
+    ``completions`` has the actions of each episode so far, [] before its first turn. ``arguments`` are JSON, and
+    ``episode`` is GENERATION/ROW. ``last_digest`` is ``hash_turn`` of the previous turn's JSON, "" before the first
+    turn. Raise RuntimeError if an episode has to be replayed and the replay has another digest.
     """
     rows = zip(completions, environment, arguments, seed, episode, last_digest, strict=True)
     return [play_turn(*row) for row in rows]

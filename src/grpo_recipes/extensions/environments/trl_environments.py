@@ -66,7 +66,13 @@ class TRLEnvironment(Environment):
         return Turn([*before, {**last, "content": last["content"] + (text or "")}])
 
     def step(self, action: str) -> Turn:
-        """Run the calls of a turn in their order and return their results as messages, or end the episode."""
+        """Run the calls of a turn in their order and return their results as messages, or end the episode.
+
+        ``action`` is JSON: {"reward": bool} at the end, else a list of calls with "name", "arguments" (a mapping)
+        and "problem". A call with a problem (not "") is not run, and the problem is its result. An error of a
+        method is its result too. The last turn has ``get_reward()`` as its reward if the bool is true, else 0. Its
+        info has the instance's attributes as text, ``state``.
+        """
         calls = json.loads(action)
         with self._noise.running():
             if isinstance(calls, dict):

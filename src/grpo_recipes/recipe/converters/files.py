@@ -80,8 +80,10 @@ class FileConverter:
     ) -> dict[str, Value]:
         """Return a file with recipe keys instead of its settings, and with the keys that its sections imply.
 
-        Append a note for each accepted setting and for implied keys. Append a problem for each setting that is rejected
-        or contradicts a recipe key. Recipe keys in the file stay as they are, and implied keys never replace others.
+        ``around`` has the names and values of all files and flags of the recipe, and the device of the run: some
+        settings depend on them. Append a note for each accepted setting and for implied keys. Append a problem for
+        each setting that is rejected or contradicts a recipe key in the file. Recipe keys in the file stay as they
+        are, and implied keys never replace others.
         """
         implied: dict[str, Value] = {}
         for reason, added, source in self.implied(file, {*file, *around.values}):

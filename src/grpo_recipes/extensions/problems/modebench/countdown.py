@@ -127,7 +127,7 @@ def list_puzzles(count: int, largest: int) -> tuple[CountdownPuzzle, ...]:
 def _make_forms(numbers: tuple[int, ...], accepts: Callable[[Value], bool]) -> Forms:
     """Return all normal forms of expressions that use each number once and have a value that ``accepts`` allows.
 
-    Each form has its value and the number of expressions with this form.
+    ``numbers`` are at least two, all different. Each form has its value and the number of expressions with it.
     """
     forms: Forms = {}
     for left_numbers in [part for size in range(1, len(numbers)) for part in combinations(numbers, size)]:
