@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from grpo_recipes.paths import find_code_root
 
 SCRIPT = "bench/tables.py"
 RESULTS = find_code_root() / "bench/results"
+REWARDS_TO_REACH = {"smoke": 0.95, "modebench": 0.9}  # of the tasks of dynamic_sampling
 
 
 def main() -> None:
@@ -135,6 +137,29 @@ def played() -> str:
     return markdown_table(["who plays", "vLLM", "seeds", "legal", "won", "reward"], rows)
 
 
+def dynamic_sampling() -> str:
+    """Return the table of steps, tokens and seconds to a reward with dynamic_sampling, divided by those without it."""
+    runs = {(row["task"], row["seed"], row["dynamic"]): row for row in _rows("dynamic_sampling") if "dynamic" in row}
+    rows = []
+    for task, target in REWARDS_TO_REACH.items():
+        seeds = [seed for name, seed, dynamic in runs if name == task and dynamic]
+        pairs = [[_cost_of_reward(runs[task, seed, dynamic], target) for dynamic in (True, False)] for seed in seeds]
+        ratios = [[with_it / without for with_it, without in zip(*pair, strict=True)] for pair in pairs]
+        cells = [
+            f"{statistics.median(column):.2f} ({min(column):.2f} to {max(column):.2f})"
+            for column in zip(*ratios, strict=True)
+        ]
+        rows.append([task, str(target), str(len(seeds)), *cells])
+    return markdown_table(["task", "reward", "seeds", "steps", "tokens", "seconds"], rows)
+
+
+def _cost_of_reward(run: dict[str, Any], target: float) -> tuple[float, float, float]:
+    """Return the steps, tokens and seconds of a run until the mean reward of five steps is ``target``."""
+    means = [statistics.fmean(run["reward"][step - 5 : step]) for step in range(5, run["steps"] + 1)]
+    steps = 5 + next(index for index, mean in enumerate(means) if mean >= target)
+    return steps, run["tokens"][steps - 1], run["seconds"][steps - 1]
+
+
 def _played(episodes: list[dict[str, float]]) -> list[str]:
     names = [f"eval_episodes/{name}" for name in ("legal", "won", "reward_detective")]
     return [_mean_and_ends([episode[name] for episode in episodes], " to ") for name in names]
@@ -163,6 +188,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "syncs": syncs,
     "environments": learned,
     "games": played,
+    "dynamic sampling": dynamic_sampling,
 }
 
 

@@ -89,7 +89,7 @@ def head_of(source: DataSource) -> Head | None:
 
 def reward_arguments(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     """Yield a problem for each user reward with a required argument that no dataset of the recipe has."""
-    live = LIVE_OBJECTS if recipe.rewards.isolation == "none" else ()
+    live: tuple[str, ...] = LIVE_OBJECTS if recipe.rewards.isolation == "none" else ()
     live += (ENVIRONMENTS,) if starts_from_rows(recipe.__getitem__) else ()
     yield from missing_argument_problems(recipe, list(_columns_of_sets(recipe)), recipe.path.parent / "rewards", live)
 
