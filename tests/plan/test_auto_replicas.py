@@ -35,9 +35,15 @@ def plan_auto(planned: Callable[..., Plan], tmp_path: Path) -> Callable[..., Pla
 
 @pytest.fixture
 def ran(plan_auto: Callable[..., Plan], tmp_path: Path) -> Callable[..., Path]:
-    """``ran(sample, update, replicas, KEY=VALUE)``: an earlier run of the recipe with these seconds per step."""
+    """``ran(sample, update, replicas, KEY=VALUE)``: an earlier run of the recipe with these seconds per step.
 
-    def make(sample: float | None, update: float, replicas: int = 1, number: int = 1, **changes: Any) -> Path:
+    A list has the seconds of each step.
+    """
+
+    def make(
+        sample: list[float] | float | None, update: float, replicas: int = 1, number: int = 1, score: float = 0.0,
+        **changes: Any,
+    ) -> Path:  # fmt: skip
         keys = {**ANY, "vllm_data_parallel_size": replicas, **changes}
         folder = tmp_path / f"runs/recipe-{number}"
         folder.mkdir(parents=True)
@@ -45,8 +51,10 @@ def ran(plan_auto: Callable[..., Plan], tmp_path: Path) -> Callable[..., Path]:
         (folder / "recipe.yaml").write_text(Path(plan.recipe).read_text())
         (folder / "plan.json").write_text(json.dumps(plan.as_json()))
         (folder / "run.json").write_text(json.dumps({"run_name": "recipe"}))
-        times = {"seconds/sample": sample, "seconds/update": update}
-        rows = [{"step": 1, "seconds/sample": 900.0, "seconds/update": 900.0}, *({"step": n, **times} for n in (2, 3))]
+        rows: list[dict[str, Any]] = [{"step": 1, "seconds/sample": 900.0, "seconds/update": 900.0}]
+        for step, seconds in enumerate(sample if isinstance(sample, list) else [sample, sample], 2):
+            times = {"seconds/sample": seconds, "seconds/update": update, "seconds/score": score}
+            rows.append({"step": step, **times})
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return folder
 
@@ -103,6 +111,13 @@ def test_without_a_comparable_run_the_number_is_1(
     assert (plan_auto().replicas, plan_auto().notes) == (1, [reason])
 
 
+def test_steps_without_a_generation_count(plan_auto: Callable[..., Plan], ran: Callable[..., Path]) -> None:
+    """A generation of 60 s for four updates takes 15 s per step."""
+    ran([60.0, 0.0, 0.0, 0.0], 5.0, num_iterations=4)
+    assert plan_auto(num_iterations=4).replicas == 3  # 1 + 7 GPUs: 20 s, 2 + 6: 13.3 s, 3 + 5: 12 s, 4 + 4: 12.5 s
+    assert plan_auto().notes == ["1 replica: no earlier run in run_root with this name, model and batch"]
+
+
 def test_the_batch_divides_among_the_trainers_and_stays_the_same(
     plan_auto: Callable[..., Plan], ran: Callable[..., Path]
 ) -> None:
@@ -125,6 +140,15 @@ def test_with_overlap_the_longer_part_counts(plan_auto: Callable[..., Plan], ran
     """A wait of 10 s after an update of 10 s is a generation of 20 s."""
     ran(10.0, 10.0, overlap_generation=True)
     plan = plan_auto(overlap_generation=True)  # 1 + 7 GPUs: 20 s, 2 + 6: 11.7 s, 3 + 5: 14 s
+    assert plan.replicas == 2
+
+
+def test_with_overlap_the_server_also_samples_during_the_scores(
+    plan_auto: Callable[..., Plan], ran: Callable[..., Path]
+) -> None:
+    """A wait of 20 s after scores of 30 s and an update of 10 s is a generation of 60 s."""
+    ran(20.0, 10.0, score=30.0, overlap_generation=True)
+    plan = plan_auto(overlap_generation=True)  # 1 + 7 GPUs: 60 s, 2 + 6: 41.7 s, 3 + 5: 44 s
     assert plan.replicas == 2
 
 

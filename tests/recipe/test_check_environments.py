@@ -110,6 +110,21 @@ def test_the_rewards_of_an_environment_are_not_tried_on_answers(
     assert "Fix: run grpo check --deep, which plays an episode" in capsys.readouterr().err
 
 
+def test_a_trl_environment_is_only_played_in_a_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"problem": "1+1=", "answer": "2"}\n')
+    recipe, shop = tmp_path / "recipe.yaml", GAME.with_name("trl_shop.py")
+    recipe.write_text(
+        f"model_name_or_path: smoke:sums\nenvironment: {shop}:Shop\ndataset_name: {tmp_path}/a.jsonl\n"
+        "reward_funcs: [environment]\nmax_completion_length: 64\n"
+        'chat_template: "{% if tools %}{{ tools }}{% endif %}{% for message in messages %}<|{{ message.role }}|>'
+        '{{ message.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"\n'
+    )
+    for command, message in (("check-rewards", "the rewards need episodes"), ("play", "Shop' is a TRL environment")):
+        assert cli.main([command, str(recipe)]) == 2
+        told = capsys.readouterr().err
+        assert message in told and "Fix: run grpo launch with --max_steps 1" in told
+
+
 def test_a_model_that_only_training_has_is_no_opponent_in_a_benchmark(read: Read) -> None:
     pytest.importorskip("textarena")
     played = {**PLAYS, "environment": "textarena:TicTacToe-v0", "benchmarks": ["textarena:TicTacToe-v0"]}

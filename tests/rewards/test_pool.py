@@ -53,6 +53,17 @@ def pids_in(file: Path) -> list[int]:
     return [int(line) for line in file.read_text().split()] if file.exists() else []
 
 
+def test_rows_with_names_stay_with_their_process_also_after_a_call_without_rows(tmp_path: Path) -> None:
+    (tmp_path / "where.py").write_text(
+        "import os\ndef pid(completions, **_):\n    return [os.getpid()] * len(completions)\n"
+    )
+    spec, names = f"{tmp_path}/where.py:pid", list("abcdefgh")
+    with RewardPool(spec, workers=2, timeout=TIMEOUT) as pool:
+        first = [score.value for score in pool.score(spec, names, names=names)]
+        assert pool.score(spec, [], names=[]) == []
+        assert [score.value for score in pool.score(spec, names, names=names)] == first
+
+
 def test_each_row_gets_its_own_score_in_order(pool: RewardPool) -> None:
     completions = ["yes", "no", "none", "integer", "true", *["yes", "no"] * 300]
     values = [score.value for score in judge(pool, *completions)]

@@ -68,3 +68,9 @@ class Vague:
 class Silent:
     def reset(self, **columns: Any) -> str:
         return "x"
+
+
+class Slotted:
+    __slots__ = ("total",)
+
+    def reset(self, **columns: Any) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 from grpo_recipes import smoke
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.extensions.environments.tools import describe_tools, name_of
+from grpo_recipes.extensions.environments.trl_environments import SavedEnvironment, _dump
 from grpo_recipes.extensions.environments.trl_episodes import TRLEpisodes
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
-from grpo_recipes.rewards.load import EpisodeReward
+from grpo_recipes.recipe.user_code import load_object
+from grpo_recipes.rewards.load import EpisodeReward, load_rewards
 from grpo_recipes.rewards.score import RewardWrapper
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
@@ -24,12 +27,13 @@ from .tiny_training import DESCENT, SUMS, as_dataset
 SHOP = Path(__file__).parents[1] / "rollouts/trl_shop.py"
 Make = Callable[..., GRPOTrainer]
 seen: list[Any] = []  # environments that the reward ``totals`` got
+sent: list[str] = []  # and their texts
 
 
 def totals(completions: list[Any], environments: list[str], **columns: Any) -> list[float]:
     """Score the totals of the environments, as they arrive in another process."""
-    seen[:] = pickle.loads(pickle.dumps(environments))
-    return [environment.total if hasattr(environment, "total") else 0.0 for environment in seen]
+    seen[:], sent[:] = pickle.loads(pickle.dumps(environments)), map(str, environments)
+    return [environment.total for environment in seen]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +85,9 @@ def results(trainer: GRPOTrainer, row: int) -> list[str]:
     return [message["content"] for turn in trainer.source.played[row].turns[1:] for message in turn.messages]
 
 
-def test_methods_are_tools_that_share_the_state_of_an_episode(make: Make, schemas: dict[str, Any]) -> None:
+def test_methods_are_tools_that_share_the_state_of_an_episode(
+    make: Make, schemas: dict[str, Any], tmp_path: Path
+) -> None:
     assert sorted(map(name_of, schemas.values())) == ["buy", "misbehave"]
     buy, both = written("buy", item="fig"), written("buy", item="pear") + written("buy", item="fig", count=2)
     scripts = [[both, buy, "done"], [buy, "done"], ["done"], [written("get_reward"), "done"]]
@@ -104,6 +110,7 @@ def test_methods_are_tools_that_share_the_state_of_an_episode(make: Make, schema
     assert type(seen[0]).__name__ == "Shop" and seen[0].prompt[-1]["role"] == "user"
     with pytest.raises(AttributeError, match="a reward can't get the attribute 'lock'"):
         seen[0].lock.acquire()
+    assert str(tmp_path) not in "".join(sent)  # the random numbers of a reward depend on its arguments
 
 
 @pytest.mark.parametrize(("how", "told"), [("die", "its process exited (code 3)"), ("sleep", "time limit")])
@@ -138,9 +145,27 @@ def test_an_episode_that_cannot_start_is_unscored(make: Make) -> None:
     assert trainer.rewards_BR.isnan().all(dim=1).tolist() == [True] * 4 + [False] * 4
     assert trainer._metrics["train"]["episodes/unscored"] == [0.5]
     assert trainer.source.played[0].failed == "ValueError: no such shop"
-    with pytest.raises(AttributeError, match="get the environment"):
-        _ = seen[0].total
+    assert len(seen) == 4  # rewards are called without failed episodes
     assert output["advantages"][:4].tolist() == [0.0] * 4
+
+
+def test_built_in_rewards_do_not_score_a_failed_episode(tmp_path: Path) -> None:
+    keys = {"environment": f"{SHOP}:Shop", "dataset_name": "x", "reward_funcs": ["pure_accuracy_math"]}
+    (reward,) = load_rewards(
+        ScriptArguments(**keys), GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False), tmp_path
+    )
+    completions = [[{"role": "assistant", "content": "<answer>1</answer>"}]] * 2
+    columns = {"prompts": ["?"] * 2, "answer": ["1"] * 2, "episode_failed": ["ValueError: no such shop", None]}
+    assert reward(completions=completions, **columns) == [None, 1.0]
+    assert reward.scores[0].reason == "ValueError: no such shop"
+
+
+def test_attributes_in_slots_are_sent(tmp_path: Path) -> None:
+    instance = load_object(f"{SHOP}:Slotted", tmp_path)()
+    instance.total = 3
+    saved = SavedEnvironment(json.dumps({"spec": f"{SHOP}:Slotted", "state": _dump(instance)}))
+    saved.copies = tmp_path
+    assert pickle.loads(pickle.dumps(saved)).total == 3
 
 
 def test_classes_that_cannot_be_described_are_refused(tmp_path: Path) -> None:

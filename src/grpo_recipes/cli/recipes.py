@@ -191,7 +191,10 @@ def check_rewards(options: argparse.Namespace) -> int:
         recipe = chosen_recipe(options)
         report["recipe"] = str(recipe.path)
         source = sampler_of(recipe.__getitem__)
-        if source and (starts_from_rows(recipe.__getitem__) or not source.reads_datasets(recipe.__getitem__)):
+        if starts_from_rows(recipe.__getitem__):
+            problem = "the rewards need episodes, which only a training plays"
+            raise config_error(display_path(recipe.path), problem, "run grpo launch with --max_steps 1")
+        if source and not source.reads_datasets(recipe.__getitem__):
             raise config_error(display_path(recipe.path), *source.unchecked_rewards)
         from grpo_recipes.fetch.assets import find_assets
         from grpo_recipes.plan.commands import hub_environment

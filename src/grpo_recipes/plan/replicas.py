@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,16 +19,20 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.estimates import estimate_memory
 from grpo_recipes.plan.models import UnknownShape
-from grpo_recipes.plan.speed import EXPERIMENT, list_facts, median_seconds, read_runs
+from grpo_recipes.plan.speed import EXPERIMENT, Rows, list_facts, read_runs
 from grpo_recipes.plan.types import Plan
 from grpo_recipes.process.reports import plural
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.document import Value
+from grpo_recipes.runs.health import drop_missing, finite_number
 from grpo_recipes.runs.rundir import Run
 
 KEY = "vllm_data_parallel_size"
 # Recipe keys that are equal in comparable runs.
-_ALIKE = ("model_name_or_path", "overlap_generation", "vllm_tensor_parallel_size", "vllm_node")
+_ALIKE = (
+    "model_name_or_path", "overlap_generation", "vllm_tensor_parallel_size", "vllm_node", "num_iterations",
+    "steps_per_generation", "generation_batch_size",
+)  # fmt: skip
 
 
 def with_replicas(recipe: Recipe, count: int) -> Recipe:
@@ -63,15 +68,16 @@ def choose_replicas(recipe: Recipe, resources: Resources, make_plan: Callable[[R
     if plan.device == "cpu":
         return choose(1, "auto is 1 on CPU")
     for run, rows in read_runs(Path(os.path.expanduser(recipe.run.root)), recipe.run_name, is_comparable):
-        sample, update = (median_seconds(rows, phase) for phase in ("sample", "update"))
+        sample, score, update = (_mean_seconds(rows, phase) for phase in ("sample", "score", "update"))
         if sample is None or not update:
             continue
         trainers, replicas = list_facts(run.plan, ("world_size", "replicas"))
-        # With overlap, ``sample`` is only the wait for the rest of a generation after the update.
-        generation, combine = (sample + update, max) if overlaps else (sample, sum)
+        # With overlap, the server also samples during the scores and the update, and ``sample`` is the wait after them.
+        hidden = score or 0.0 if overlaps else 0.0
+        generation, combine = (sample + hidden + update, max) if overlaps else (sample, sum)
         seconds = {
             other.replicas: combine(
-                (generation * replicas / other.replicas, update * trainers / other.batch.world_size)
+                (generation * replicas / other.replicas, hidden + update * trainers / other.batch.world_size)
             )
             for other in (plan, *_list_other_plans(recipe, resources, make_plan, plan))
         }
@@ -79,6 +85,12 @@ def choose_replicas(recipe: Recipe, resources: Resources, make_plan: Callable[[R
         times = f"sampled {sample:.3g} s and updated {update:.3g} s per step on {gpus}"
         return choose(min(seconds, key=seconds.__getitem__), f"run {run.folder.name} {times}")
     return choose(1, "no earlier run in run_root with this name, model and batch")
+
+
+def _mean_seconds(rows: Rows, phase: str) -> float | None:
+    """Return the mean of a phase's seconds per step, also over steps without a generation; None if no row has them."""
+    seconds = drop_missing(finite_number(row.get(f"seconds/{phase}")) for row in rows)
+    return statistics.fmean(seconds) if seconds else None
 
 
 def _list_other_plans(

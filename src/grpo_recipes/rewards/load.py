@@ -21,6 +21,7 @@ from typing import Any
 from grpo_recipes.paths import display_path
 from grpo_recipes.recipe.datafiles import LIVE_OBJECTS, solution_names
 from grpo_recipes.recipe.registry import SOURCE_REWARD, list_reward_models, rewards_in_children
+from grpo_recipes.recipe.sources import starts_from_rows
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, copy_path, copy_source, source_path, split_spec
 from grpo_recipes.rewards.chance import make_call_seed
 from grpo_recipes.rewards.pool import RewardPool
@@ -105,6 +106,7 @@ def load_rewards(
     short_names = [split_spec(name)[1] or name for name in names]
     mixture, keys = script_args.dataset_mixture, ("dataset_solution_column", "eval_dataset_solution_column")
     solutions = solution_names([getattr(script_args, key) for key in keys], mixture)
+    episodes_may_fail = starts_from_rows(lambda key: getattr(script_args, key, None))
     rewards: list[Any] = []
     for name, short_name in zip(names, short_names, strict=True):
         label = short_name if short_names.count(short_name) == 1 else name  # the name in metrics
@@ -119,7 +121,8 @@ def load_rewards(
         elif is_user_reward(name):
             rewards.append(RewardWrapper(load_reward(name, copies), name, label, solutions, left_out))
         else:
-            rewards.append(make_reward(name, script_args, args))
+            function = make_reward(name, script_args, args)
+            rewards.append(RewardWrapper(function, name, label) if episodes_may_fail else function)
     if isolated:
         pool.start()
     return rewards

@@ -172,7 +172,7 @@ class RewardPool:
                 raise RewardFailed(f"{fault} ({error}); {_FIX}") from error
         most_unscored = len(completions) if give_up_after is None else give_up_after
         self._row_names, self.scores, self._unscored = names or [], {}, 0
-        if self._homes.keys().isdisjoint(self._row_names):  # rows of another batch
+        if self._row_names and self._homes.keys().isdisjoint(self._row_names):  # rows of another batch
             self._homes, self._calls = {}, {}
         self._calls = dict.fromkeys(self._row_names, 0) | self._calls
         self.row_count, self._open_rows, self._single_rows = len(completions), deque(range(len(completions))), set()

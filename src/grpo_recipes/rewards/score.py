@@ -251,9 +251,16 @@ class RewardWrapper:
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """Return (B,) rewards, None for unscored completions, and keep the scores with their reasons in ``scores``."""
         other_names = dict.fromkeys(self._solutions, columns["answer"]) if "answer" in columns else {}
-        scores = self._score_batch(len(completions), {**other_names, **columns, "completions": completions})
-        failures = columns.get("episode_failed") or [None] * len(scores)  # reasons: these episodes have no completion
-        scores = [Score(None, reason) if reason else score for score, reason in zip(scores, failures, strict=True)]
+        columns = {**other_names, **columns, "completions": completions}
+        failures = columns.get("episode_failed") or [None] * len(completions)  # reasons: these have no completion
+        rows = [row for row, reason in enumerate(failures) if not reason]
+        if len(rows) < len(failures):
+            columns = {
+                name: [values[row] for row in rows] if isinstance(values, list) else values
+                for name, values in columns.items()
+            }
+        called = iter(self._score_batch(len(rows), columns) if rows else ())
+        scores = [Score(None, reason) if reason else next(called) for reason in failures]
         self.scores = [
             replace(score, reason=score.reason + self._describe_missing_column(score.reason)) if score.reason else score
             for score in scores

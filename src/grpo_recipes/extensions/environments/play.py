@@ -10,7 +10,7 @@ from grpo_recipes.cli import chosen_recipe, command, option
 from grpo_recipes.errors import config_error
 from grpo_recipes.extensions.environments.arguments import EnvironmentKeys
 from grpo_recipes.extensions.environments.episode import play_turns
-from grpo_recipes.extensions.environments.recipe import list_model_opponents
+from grpo_recipes.extensions.environments.recipe import list_model_opponents, uses_trl_environment
 from grpo_recipes.extensions.environments.rules import SOURCE
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.paths import display_path
@@ -41,6 +41,9 @@ def play(options: argparse.Namespace) -> int:
     if not entries and source is not None:
         message = f"completions of {source.title} are sampled elsewhere and can't be typed here"
         raise config_error(display_path(recipe.path), message, source.unchecked_rewards[1])
+    if uses_trl_environment(recipe.__getitem__):
+        message = f"'{EnvironmentKeys(recipe).environment}' is a TRL environment, which only a training plays"
+        raise config_error(display_path(recipe.path), message, "run grpo launch with --max_steps 1")
     if not entries:
         fix = "add environment: file.py:Class, or an environment of a library, e.g. textarena:SecretMafia-v0"
         raise config_error(

@@ -25,10 +25,16 @@ _MAX_STATE = 100_000  # bytes of the attributes that rewards get
 
 
 class SavedEnvironment(str):
-    """An environment after its episode, as text; the process that unpickles it gets an instance of its class."""
+    """An environment after its episode, as text; the process that unpickles it gets an instance of its class.
+
+    The folder ``copies`` with the run's copies of the user's code is no part of the text, which decides the random
+    numbers of rewards.
+    """
+
+    copies: Path
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (str(self),)
+        return _restore, (str(self), self.copies)
 
 
 class Missing:
@@ -108,7 +114,9 @@ play.converts = lambda text: Score(text)  # type: ignore[attr-defined]  # a text
 def _dump(instance: Any) -> str:
     """Return the attributes of an instance as text. Those that pickle can't send, or too large ones, become Missing."""
     state, room = dict[str, Any](), _MAX_STATE
-    for name, value in vars(instance).items():
+    slots = [name for base in type(instance).__mro__ for name in getattr(base, "__slots__", ())]
+    attributes = {name: getattr(instance, name) for name in slots if hasattr(instance, name)}
+    for name, value in {**getattr(instance, "__dict__", {}), **attributes}.items():
         try:
             data = pickle.dumps(value)
             pickle.loads(data)
@@ -120,15 +128,16 @@ def _dump(instance: Any) -> str:
     return base64.b64encode(pickle.dumps(state)).decode()
 
 
-def _restore(text: str) -> Any:
+def _restore(text: str, copies: Path) -> Any:
     """Return the environment of a ``SavedEnvironment``, or Missing if it has none or can't be loaded."""
     saved = json.loads(text)
     if "failed" in saved:
         return Missing(f"a reward can't get the environment ({saved['failed']})")
     try:
-        environment_class = load_object(saved["spec"], Path(saved["copies"]))
+        environment_class = load_object(saved["spec"], copies)
         instance = environment_class.__new__(environment_class)
-        vars(instance).update(pickle.loads(base64.b64decode(saved["state"])))
+        for name, value in pickle.loads(base64.b64decode(saved["state"])).items():
+            object.__setattr__(instance, name, value)
     except Exception as error:
         return Missing(f"a reward can't get the environment ({describe_error(error)})")
     return instance

@@ -86,15 +86,16 @@ class TRLEpisodes(ToolEpisodes):
             scores = self._ask(playing, trainer.preemption.stop.cuts)
         trainer.preemption.stop_if_agreed()
         saved = {episode.row: {"failed": episode.failed} for episode in self.played}
-        code = {"spec": self._script.environment, "copies": str(self._copies)}
         for episode, score in zip(playing, scores, strict=True):
             if score.reason is not None:
                 saved[episode.row], episode.failed = {"failed": score.reason}, score.reason if rewarded else None
                 continue
             turn = parse_turn(score.value)
-            saved[episode.row] = {**code, "state": str(turn.info["state"])}
+            saved[episode.row] = {"spec": self._script.environment, "state": str(turn.info["state"])}
             episode.turns[-1] = replace(episode.turns[-1], reward=turn.reward)
         environments: list[Any] = [SavedEnvironment(json.dumps(saved[episode.row])) for episode in self.played]
+        for environment in environments:
+            environment.copies = self._copies
         if self._script.reward_isolation == "none":
             environments = pickle.loads(pickle.dumps(environments))
         return {**Episodes._make_output(self, trainer), ENVIRONMENTS: environments}
