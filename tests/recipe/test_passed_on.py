@@ -14,7 +14,13 @@ from grpo_recipes.recipe.passed_on import OWNED_NAMES
 
 MODEL = "model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct\ndataset_name: openai/gsm8k\n"
 TEMPLATE = "chat_template: '{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %}x{% endif %}'\n"
-GAME = "class Game:\n    def __init__(self, size, seats=2):\n        ...\n"
+GAME = """class Game:
+    def __init__(self, size, seats=2): ...
+
+    def reset(self, seed): ...
+
+    def step(self, action): ...
+"""
 
 
 def problems_of(tmp_path: Path, text: str, *flags: str) -> list[str]:

@@ -34,7 +34,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
         if code:
             game.write_text(code)
 
-        def pool(recipe: Any, copies: Any) -> Any:
+        def pool(recipe: Any, copies: Any, function: str) -> Any:
             limits = {"timeout": recipe("environment_timeout"), "memory_gib": recipe("environment_memory_gib")}
             return SimpleNamespace(start=lambda: None, score=score, **limits)
 
