@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from real_runs import clean_environment
+from real_runs import clean_environment, smoke_model
 
 from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.commands import base_environment, run_environment, with_processes
@@ -44,6 +44,7 @@ class Bench:
     served = "bench-served"
 
     def __init__(self, folder: Path, *flags: str):
+        smoke_model()
         self.run_dir = folder / "run"
         (self.run_dir / "processes").mkdir(parents=True)
         self._shell = clean_environment(folder, str(folder))
