@@ -251,6 +251,7 @@ def test_a_script_is_not_a_recipe_to_translate(name, tmp_path, monkeypatch, caps
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
+        ("environment_factory", "environment: file.py:Class"),
         ("rollout_func", "environment: file.py:Class"),
         ("filter_groups", "dynamic_sampling: true"),
         ("max_staleness", "overlap_generation: true"),
