@@ -75,24 +75,30 @@ def make(tmp_path: Path, model: str, schemas: dict[str, Any], monkeypatch: pytes
             model=model, reward_funcs=[last_texts], args=args, train_dataset=as_dataset(SUMS),
             processing_class=tokenizer, run_dir=run, source=source,
         )  # fmt: skip
-        requests: list[Any] = []
-
-        def named(name: str, rows: list[int]) -> Any:
-            requests[:] = [int(name.rpartition("/turn")[2]), rows]
-            return trainer.rollouts.resending_weights()
-
-        def from_script(prompt_ids: list[Any], *_: Any) -> tuple[list[list[int]], None]:
-            turn, rows = requests
-            end = [] if cut else [tokenizer.eos_token_id]
-            return [[*tokenizer(script(row, turn)).input_ids, *end] for row in rows], None
-
-        trainer.rollouts.named_generation = named
-        trainer._generate_single_turn = from_script
+        follow_script(trainer, script, cut)
         return trainer
 
     yield make_it
     for source in sources:
         source.close()
+
+
+def follow_script(trainer: GRPOTrainer, script: Script, cut: bool = False) -> None:
+    """Let the policy write ``script(row, turn)`` in each turn, without an end token if it is ``cut``."""
+    tokenizer: Any = trainer.processing_class
+    requests: list[Any] = []
+
+    def named(name: str, rows: list[int]) -> Any:
+        requests[:] = [int(name.rpartition("/turn")[2]), rows]
+        return trainer.rollouts.resending_weights()
+
+    def from_script(prompt_ids: list[Any], *_: Any) -> tuple[list[list[int]], None]:
+        turn, rows = requests
+        end = [] if cut else [tokenizer.eos_token_id]
+        return [[*tokenizer(script(row, turn)).input_ids, *end] for row in rows], None
+
+    trainer.rollouts.named_generation = named
+    trainer._generate_single_turn = from_script
 
 
 def generate(trainer: GRPOTrainer, prompts: int = 1) -> dict[str, Any]:

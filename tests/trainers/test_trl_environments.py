@@ -21,7 +21,7 @@ from grpo_recipes.rewards.load import EpisodeReward, load_rewards
 from grpo_recipes.rewards.score import RewardWrapper
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
-from .test_tools import TEMPLATE, Script, generate, written
+from .test_tools import TEMPLATE, Script, follow_script, generate, written
 from .tiny_training import DESCENT, SUMS, as_dataset
 
 SHOP = Path(__file__).parents[1] / "rollouts/trl_shop.py"
@@ -61,19 +61,7 @@ def make(tmp_path: Path, model: str, schemas: dict[str, Any], monkeypatch: pytes
             train_dataset=as_dataset(rows), processing_class=tokenizer, run_dir=tmp_path, source=source,
             reward_max_no_verdict=1.0,
         )  # fmt: skip
-        requests: list[Any] = []
-
-        def named(name: str, row_indices: list[int]) -> Any:
-            requests[:] = [int(name.rpartition("/turn")[2]), row_indices]
-            return trainer.rollouts.resending_weights()
-
-        def from_script(prompt_ids: list[Any], *_: Any) -> tuple[list[list[int]], None]:
-            turn, row_indices = requests
-            texts = [script(row, turn) for row in row_indices]
-            return [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in texts], None
-
-        trainer.rollouts.named_generation = named
-        trainer._generate_single_turn = from_script
+        follow_script(trainer, script)
         return trainer
 
     yield make_it

@@ -19,12 +19,11 @@ from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.estimates import estimate_memory
 from grpo_recipes.plan.models import UnknownShape
-from grpo_recipes.plan.speed import EXPERIMENT, Rows, list_facts, read_runs
+from grpo_recipes.plan.speed import EXPERIMENT, list_facts, list_seconds, read_runs
 from grpo_recipes.plan.types import Plan
 from grpo_recipes.process.reports import plural
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.document import Value
-from grpo_recipes.runs.health import drop_missing, finite_number
 from grpo_recipes.runs.rundir import Run
 
 KEY = "vllm_data_parallel_size"
@@ -68,12 +67,14 @@ def choose_replicas(recipe: Recipe, resources: Resources, make_plan: Callable[[R
     if plan.device == "cpu":
         return choose(1, "auto is 1 on CPU")
     for run, rows in read_runs(Path(os.path.expanduser(recipe.run.root)), recipe.run_name, is_comparable):
-        sample, score, update = (_mean_seconds(rows, phase) for phase in ("sample", "score", "update"))
-        if sample is None or not update:
+        seconds_of = {phase: list_seconds(rows, phase) for phase in ("sample", "score", "update")}
+        if not seconds_of["sample"] or not any(seconds_of["update"]):
             continue
+        # Means, because steps without a generation sample and score for 0 seconds.
+        sample, score, update = (statistics.fmean(seconds or [0.0]) for seconds in seconds_of.values())
         trainers, replicas = list_facts(run.plan, ("world_size", "replicas"))
         # With overlap, the server also samples during the scores and the update, and ``sample`` is the wait after them.
-        hidden = score or 0.0 if overlaps else 0.0
+        hidden = score if overlaps else 0.0
         generation, combine = (sample + hidden + update, max) if overlaps else (sample, sum)
         seconds = {
             other.replicas: combine(
@@ -85,12 +86,6 @@ def choose_replicas(recipe: Recipe, resources: Resources, make_plan: Callable[[R
         times = f"sampled {sample:.3g} s and updated {update:.3g} s per step on {gpus}"
         return choose(min(seconds, key=seconds.__getitem__), f"run {run.folder.name} {times}")
     return choose(1, "no earlier run in run_root with this name, model and batch")
-
-
-def _mean_seconds(rows: Rows, phase: str) -> float | None:
-    """Return the mean of a phase's seconds per step, also over steps without a generation; None if no row has them."""
-    seconds = drop_missing(finite_number(row.get(f"seconds/{phase}")) for row in rows)
-    return statistics.fmean(seconds) if seconds else None
 
 
 def _list_other_plans(

@@ -63,8 +63,8 @@ def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed
         return run.folder != names.run_dir and list_facts(run.plan, names_of_facts) == facts
 
     for _, rows in read_runs(names.run_dir.parent, names.run, is_alike):
-        if seconds := median_seconds(rows, "step"):
-            medians.append(seconds)
+        if any(seconds := list_seconds(rows, "step")):
+            medians.append(statistics.median(seconds))
         if len(medians) == _MOST_ALIKE:
             break
     median = statistics.median(medians) if medians else None
@@ -86,10 +86,9 @@ def read_runs(run_root: Path, name: str, is_alike: Callable[[Run], bool]) -> Ite
                 yield run, [row for row in rows if row["step"] > _WARM_UP_STEPS]
 
 
-def median_seconds(rows: Rows, phase: str) -> float | None:
-    """Return the median of a phase's seconds, or None if no row has them."""
-    seconds = drop_missing(finite_number(row.get(f"seconds/{phase}")) for row in rows)
-    return statistics.median(seconds) if seconds else None
+def list_seconds(rows: Rows, phase: str) -> list[float]:
+    """Return the seconds of a phase in each row that has them."""
+    return drop_missing(finite_number(row.get(f"seconds/{phase}")) for row in rows)
 
 
 def list_facts(plan: Mapping[str, Any], names: Iterable[str]) -> list[Any]:

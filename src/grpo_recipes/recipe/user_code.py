@@ -6,6 +6,7 @@ user's code. The checks of `grpo check` read the source. No torch.
 
 import ast
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -117,11 +118,20 @@ def class_methods(spec: str, path: Path | None = None) -> dict[str, ast.Function
 def _find_definition(spec: str, path: Path | None = None) -> ast.stmt | None:
     """Return the only statement of a file that defines the name in ``spec``; None if there are none or several."""
     path, name = path or source_path(spec), split_spec(spec)[1]
+    if path is None:
+        return None
     with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        body = ast.parse(path.read_bytes()).body if path else []
-        (node,) = (node for node in body if name in _defined_names(node))
+        status = path.stat()
+        tree = _parse_file(path.absolute(), status.st_mtime_ns, status.st_size)
+        (node,) = (node for node in tree.body if name in _defined_names(node))
         return node
     return None
+
+
+@functools.lru_cache(maxsize=16)
+def _parse_file(path: Path, changed_ns: int, size: int) -> ast.Module:
+    """Return the syntax tree of a file with this time of its last change and this size; a check reads it many times."""
+    return ast.parse(path.read_bytes())
 
 
 def _defined_names(node: ast.AST) -> set[str]:

@@ -208,11 +208,6 @@ class EpisodeReward(RewardWrapper):
     def __init__(self) -> None:
         super().__init__(make_reward(SOURCE_REWARD), SOURCE_REWARD, SOURCE_REWARD)
 
-    def _score_batch(self, rows: int, columns: dict[str, Any]) -> list[Score]:
-        """Return the environment's reward of each row, or unscored for the reason in the column ``episode_failed``."""
-        values = self._function(**columns)
-        return [Score(value, reason) for value, reason in zip(values, columns["episode_failed"], strict=True)]
-
 
 class LimitRecords:
     """The scores of a rank that a time limit, a memory limit or a death decided, so that a resumed run repeats them.
