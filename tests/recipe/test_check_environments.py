@@ -125,6 +125,19 @@ def test_a_trl_environment_is_only_played_in_a_training(tmp_path: Path, capsys: 
         assert message in told and "Fix: run grpo launch with --max_steps 1" in told
 
 
+def test_a_missing_class_is_the_only_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whether its methods are tools, which the template would have to show, is not known."""
+    (tmp_path / "a.jsonl").write_text('{"problem": "1+1=", "answer": "2"}\n')
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model_name_or_path: smoke:sums\ndtype: float32\nenvironment: {GAME}:Missing\n"
+        f"dataset_name: {tmp_path}/a.jsonl\nmax_completion_length: 64\n"
+    )
+    assert cli.main(["check", str(recipe)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has no 'Missing'" in line
+
+
 def test_a_model_that_only_training_has_is_no_opponent_in_a_benchmark(read: Read) -> None:
     pytest.importorskip("textarena")
     played = {**PLAYS, "environment": "textarena:TicTacToe-v0", "benchmarks": ["textarena:TicTacToe-v0"]}

@@ -278,8 +278,11 @@ def _check_arguments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator
 def _check_templates(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
     """Yield a problem if the chat template is missing, or leaves out roles or tools that the environments use.
 
-    Nothing is downloaded. Without a local copy of the model's template, yield nothing.
+    Nothing is downloaded. Yield nothing without a local copy of the model's template, or if a class or tool of the user
+    is missing, which another check reports.
     """
+    if any(spec_problem(spec, "") for spec in SOURCE.user_code(recipe.__getitem__)):
+        return
     environments = [(spec, arguments) for spec, arguments, _ in list_episode_environments(recipe.__getitem__)]
     if not environments and not uses_tools(recipe):
         return
