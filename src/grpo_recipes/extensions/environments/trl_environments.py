@@ -27,8 +27,8 @@ _MAX_STATE = 100_000  # bytes of the attributes that rewards get
 class SavedEnvironment(str):
     """An environment after its episode, as text; the process that unpickles it gets an instance of its class.
 
-    The folder ``copies`` with the run's copies of the user's code is no part of the text, which decides the random
-    numbers of rewards.
+    ``copies`` is the folder with the run's copies of the user's code. It is not in the text, because the random numbers
+    of rewards derive from the text.
     """
 
     copies: Path
