@@ -47,12 +47,18 @@ class PendingGeneration:
         return cls(saved["name"], saved["prompts"], saved["step"], answer)
 
     def wait_and_serialize(self) -> dict[str, Any]:
-        """Wait for the completions, and return name, prompts, step and answer as a dict for a checkpoint."""
+        """Wait for the completions, and return name, prompts, step and answer as a dict for a checkpoint.
+
+        If sampling failed, raise its exception.
+        """
         return {"name": self.name, "prompts": self.prompts, "step": self.step, "answer": self.answer.result()}
 
 
 def make_inner_rollouts(trainer: InnerTrainer) -> Rollouts:
-    """Return the sampler for the trainer's config as ``make_rollouts`` does, or one that samples ahead."""
+    """Return the sampler for the trainer's config as ``make_rollouts`` does, or one that samples ahead.
+
+    ``overlap_generation`` samples ahead, and so does ``dynamic_sampling`` with the run's own vLLM server.
+    """
     if trainer.args.overlap_generation:
         return OverlappedRollouts(trainer)
     rollouts = make_rollouts(trainer)
@@ -84,7 +90,7 @@ class AheadRollouts(ServerRollouts):
         return sample(prompts, **options)
 
     def _note_age(self, steps: int) -> None:
-        """Receive how many optimizer steps old the weights of a generation are."""
+        """Do nothing. A subclass may log how many optimizer steps old the weights of a generation are."""
 
     def _start(self, name: str, prompts: list[Tokens], client: BridgeClient) -> None:
         """Start sampling these prompts in a thread, with the options of the last request, as the pending generation."""
@@ -117,14 +123,17 @@ class RoundsAhead(AheadRollouts):
     samples_rounds = True
 
     def generate(self, draw: Callable[[], tuple[list[Tokens], Any]]) -> tuple[list[Tokens], Any]:
-        """Return the completions of this round, which the server may have sampled already."""
+        """Return the result of ``draw``, TRL's sampler, whose request a round that was sampled ahead may answer."""
         if self._client is None:
             return draw()
         with self._client.replacing_generate(partial(self._answer_request, self._client.generate)):
             return draw()
 
     def start_round(self, name: str, prompts: list[Any]) -> None:
-        """Let the server sample the round with this name. A stop request also ends it."""
+        """Let the server start to sample the round with this name, and don't wait for it. A stop request also ends it.
+
+        Do nothing on ranks other than 0.
+        """
         if self._client is not None:
             client = self._client.copy_for_generation(name, self._client.stop)
             self._request["n"] = self._inner.num_generations  # the last request may continue a tool call
@@ -229,7 +238,10 @@ class OverlappedRollouts(AheadRollouts):
         self._start(name, self._tokenize_generation(epoch, index), self._client.copy_for_generation(name))
 
     def _count_steps(self, index: int, generations: int) -> int:
-        """Return how many optimizer steps of an epoch are taken before the generation with this index."""
+        """Return how many optimizer steps of an epoch are taken before the generation with this index.
+
+        An epoch has ``generations`` generations. With this index, the incomplete last step of the epoch counts too.
+        """
         micro_steps, accumulation = index * self._steps_per_generation, self._trainer.args.gradient_accumulation_steps
         return -(-micro_steps // accumulation) if index == generations else micro_steps // accumulation
 

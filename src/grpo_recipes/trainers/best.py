@@ -81,10 +81,11 @@ class BestModel(TrainerCallback):
         self._write()
 
     def update(self, metrics: dict[str, float], compare: Callable[[], bool]) -> bool:
-        """Count an evaluation that was due, request a checkpoint of a new best, and return whether it is the best.
+        """Count an evaluation that was due, write ``best.json``, and return whether the evaluation is the best so far.
 
-        Write ``best.json`` too. ``compare`` is transformers' comparison. Without ``metrics``, because a stop request
-        ended the evaluation, return False and change nothing.
+        With ``load_best_model_at_end``, request a checkpoint of a new best. ``compare`` is transformers' comparison.
+        Print a line if the patience has run out. Without ``metrics``, because a stop request ended the evaluation,
+        return False and change nothing.
         """
         if not metrics:
             return False

@@ -66,7 +66,8 @@ class Checks:
     def check_gradient(self, norm: Any) -> float | None:
         """Return ``norm`` as a number, or None if it is None. Raise NotFinite if the loss or the norm is not finite.
 
-        fp16 may skip up to ``MOST_SKIPPED`` steps in a row, because its loss scale is still too large.
+        With fp16, an infinite norm is an error only after ``MOST_SKIPPED`` of them in a row, because the loss scale
+        may still be too large. Call it once per step: it counts them.
         """
         value, loss = None if norm is None else float(norm), float(self._trainer._tr_loss)
         self._skipped_in_a_row = 0 if math.isfinite(value or 0.0) else self._skipped_in_a_row + 1
@@ -214,7 +215,10 @@ def compute_trainer_logps(trainer: InnerTrainer, output: dict[str, Any], model: 
 
 
 def choose_logprob_tolerance(trainer: InnerTrainer) -> float:
-    """Return the largest accepted mean difference of log-probs: the recipe's, or a default for the weights' dtype."""
+    """Return the largest accepted mean difference of log-probs: the recipe's, or a default for the weights' dtype.
+
+    For float32 weights with bf16 or fp16, it is the default of the mixed precision.
+    """
     args = trainer.args
     if args.weight_guard_tolerance is not None:
         return float(args.weight_guard_tolerance)
@@ -331,7 +335,11 @@ class Scoring:
 
 
 def _collect_slow_rows(reward: RewardWrapper, prompts: list[Any], completions: list[Any]) -> list[dict[str, Any]]:
-    """Return this rank's rows of ``slow_rewards.jsonl`` for a reward: its slowest and its unscored completions."""
+    """Return this rank's rows of ``slow_rewards.jsonl`` for a reward: up to 3 slow and 20 unscored completions.
+
+    A scored completion is slow if it took over half of the reward's time limit. Unscored completions that the reward
+    was not called with are left out. Texts are cut, and secrets are masked.
+    """
     scores, limit = reward.scores, _SLOW_SHARE * (reward.timeout or math.inf)
     slow = [row for row, score in enumerate(scores) if not score.unscored and score.seconds > limit]
     slow.sort(key=lambda row: -scores[row].seconds)

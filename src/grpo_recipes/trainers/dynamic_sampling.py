@@ -148,12 +148,12 @@ class DynamicSampling:
         return sum(gather_object([sum(map(len, generated[_COMPLETION_IDS]))]))
 
     def _draw_groups(self, missing: int, number: int, useful_fraction: float, generate: Generate) -> Draw:
-        """Sample and score groups of other prompts in the round with this number; let the server start the next one.
+        """Sample and score groups of other prompts in the round with this number, and return them as a Draw.
 
-        A round has the groups that the server sampled ahead, or else ``missing`` groups. The next round will have as
-        many as are expected to be missing, if ``useful_fraction`` of this round's groups have a signal. All ranks
-        sample the same number of groups, so the last prompt is sampled several times if necessary. Its repetitions are
-        ignored.
+        After sampling, let the server start the next round. A round has the groups that the server sampled ahead, or
+        else ``missing`` groups. The next round will have as many as are expected to be missing, if ``useful_fraction``
+        of this round's groups have a signal. All ranks sample the same number of groups, so the last prompt is sampled
+        several times if necessary. Its repetitions are ignored.
         """
         trainer, size = self._trainer, self._trainer.num_generations
         name = self._name_round(number)

@@ -175,11 +175,10 @@ class Evaluation:
         self._answers += gather_object([extract_answer(completion) for completion in completions])
 
     def loop(self, run: Callable[[], EvalLoopOutput], dataloader: Any, description: str, prefix: str) -> EvalLoopOutput:
-        """Run transformers' loop with ``run``, add metrics of rewards to its output, and write a row of ``eval.jsonl``.
+        """Run transformers' loop with ``run``, and return its output with metrics of the rewards added.
 
-        Only a loop with the description "Evaluation" writes a row.
-
-        The last batch may repeat prompts to be full. The means count every completion once.
+        On rank 0, a loop with the description "Evaluation" also appends a row to ``eval.jsonl``. The last batch may
+        repeat prompts to be full. The means count every completion once.
         """
         began, trainer = time.perf_counter(), self._trainer
         self.batch, self.rewards, self._answers = 0, [], []

@@ -455,9 +455,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         return output
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
-        """Run the evaluation that is due at this step. If a stop request ends it, the resumed run repeats it.
+        """Run the evaluation that is due at this step, and return its metrics.
 
-        ``eval_on_start`` evaluates only before the first step, not when a run resumes.
+        If a stop request ends it, return {}, and the resumed run repeats it. ``eval_on_start`` evaluates only before
+        the first step, not when a run resumes.
         """
         on_start = skip_scheduler  # transformers sets it only for eval_on_start, also in a resumed run
         metrics: dict[str, float] = {}

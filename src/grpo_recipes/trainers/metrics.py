@@ -112,7 +112,10 @@ class MetricsRows:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Count the time of the block as ``evaluate``, with its sampling and scoring; nothing before the first step."""
+        """Count the whole time of the block as ``evaluate``, also its sampling, scoring and syncs.
+
+        Before the first step, count nothing.
+        """
         seconds, syncs = self._seconds, self._syncs
         self._seconds = dict(seconds)
         try:
@@ -124,7 +127,10 @@ class MetricsRows:
             self._seconds, self._syncs = seconds, syncs
 
     def record_prompt_values(self, rows: list[dict[str, Any]]) -> None:
-        """Gather recorded values of a generation's prompts, such as seeds, for the next row. Called by every rank."""
+        """Gather recorded values of a generation's prompts, such as seeds, for the next row. Called by every rank.
+
+        ``rows`` are this rank's rows, one for each completion. A prompt has one value.
+        """
         for name, values in recorded_values(rows).items():
             values_of_ranks = gather_object(values)
             if self._trainer.accelerator.is_main_process:

@@ -171,9 +171,9 @@ class SharedComputation:
             self._is_shared, self._computed = False, None
 
     def reuse(self, compute: Callable[[], Computed]) -> Computed:
-        """Return the log-probs that a call in the same ``shared`` block computed, or else those of ``compute``.
+        """Return the log-probs that a call in the same ``shared`` block computed, or else call ``compute``.
 
-        Pass them to the function of ``reading`` too.
+        Inside a ``shared`` block, store them for later calls. Inside a ``reading`` block, pass them to its function.
         """
         computed = self._computed or compute()
         if self._is_shared:

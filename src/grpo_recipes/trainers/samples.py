@@ -58,7 +58,10 @@ def write_samples(
 
 
 def _measure_length(trainer: InnerTrainer, completion_ids: list[list[int]], row: int) -> dict[str, Any]:
-    """Return ``tokens``, the length of a completion, and ``truncated``; {} if it is empty or of another rank."""
+    """Return ``tokens``, the length of a completion, and ``truncated``, whether it has no end token at its end.
+
+    Return {} if it is empty or of another rank.
+    """
     if row >= len(completion_ids) or not completion_ids[row]:
         return {}
     ends = [*trainer.eos_token_ids, trainer._tokenizer.pad_token_id]  # as in TRL's metrics

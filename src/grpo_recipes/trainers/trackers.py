@@ -43,7 +43,10 @@ def continue_tracked_runs(args: GRPOConfig, run_dir: Path) -> None:
 
 
 def find_tracked_runs() -> dict[str, str]:
-    """Return the address or the id of this process's run by tracker: the URL in W&B, the id in MLflow."""
+    """Return the address or the id of this process's run by tracker: the URL in W&B, the id in MLflow.
+
+    A tracker without an active run is left out.
+    """
     runs = {"wandb": lambda wandb: wandb.run.url, "mlflow": lambda mlflow: mlflow.active_run().info.run_id}
     tracked: dict[str, str] = {}
     for name, read in runs.items():
