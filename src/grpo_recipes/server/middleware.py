@@ -54,7 +54,7 @@ class RequireToken:
         self._environment = _read_authorization(file) if file else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401 and count it in ``app.state.refused``."""
+        """Pass the request on, or answer 401 and count it in ``app.state.refused``. Close an unauthorized WebSocket."""
         if scope["type"] not in ("http", "websocket") or self._is_authorized(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -69,7 +69,7 @@ class RequireToken:
         """Return whether the token in the request's Authorization header opens its path.
 
         The run's token opens every path. The environments' token opens only ``ENVIRONMENT_PATHS``, and only over HTTP.
-        It also marks ``scope`` as a request of an environment.
+        A request with it is marked in ``scope``.
         """
         authorization = dict(scope.get("headers", ())).get(b"authorization", b"")
         if hmac.compare_digest(authorization, self._run):

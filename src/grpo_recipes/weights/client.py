@@ -238,7 +238,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         return state == "ready"
 
     def _prepare_next_server(self) -> None:
-        """Wait for the next server, send it the last weights, and empty its cache. WeightsDiffer if it has others."""
+        """Wait for the next server, resend the last weights, and empty its cache. Raise WeightsDiffer for others."""
         self._wait_for_server(self._adopt_ready_server)
         if self._sync:
             self._resend()

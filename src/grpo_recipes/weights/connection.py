@@ -80,13 +80,15 @@ class ServerConnection(VLLMClient):
         return replicas
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        """Send a POST request, and return the JSON object of the answer. Raise BadAnswer for any other answer."""
         return self._parse_answer(url, self.session.post(url, **kwargs))
 
     def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        """Send a GET request, and return the JSON object of the answer. Raise BadAnswer for any other answer."""
         return self._parse_answer(url, self.session.get(url, **kwargs))
 
     def _parse_answer(self, url: str, answer: requests.Response) -> dict[str, Any]:
-        """Return the JSON object of an answer; raise BadAnswer for anything else."""
+        """Return the JSON object of an answer. Raise BadAnswer for a status other than 200, or other content."""
         content = load_json_mapping(answer.content)
         if answer.status_code != 200 or content is None:
             raise self._make_rejected_error(url.removeprefix(self.base_url), answer)

@@ -33,7 +33,10 @@ class Engine(LLM):
             self._row_seeds = None
 
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> Any:
-        """Generate as vLLM does. Inside ``seeding_rows``, parameters without a seed get one for each prompt."""
+        """Generate as vLLM does. Inside ``seeding_rows``, parameters without a seed get one for each prompt.
+
+        The prefix cache is then emptied first. A stop request (``abort_when``) ends the batch early.
+        """
         if self._row_seeds and isinstance(sampling_params, SamplingParams) and sampling_params.seed is None:
             rows = [sampling_params.clone() for _ in prompts]
             for row, seed in zip(rows, self._row_seeds(len(rows)), strict=True):

@@ -42,7 +42,7 @@ class FileClient(BridgeClient):
 
 
 def write_weights(folder: Path, metadata: Metadata, named_params: NamedTensors, sync: int = 0) -> None:
-    """Write ``model.safetensors`` atomically; raise OSError if there is not enough space.
+    """Write ``model.safetensors`` into ``folder``, which is created if needed. Raise OSError if space is missing.
 
     ``sync`` is the number of the sync, which is stored in the file's metadata. The previous file, which the server
     has loaded, is overwritten: allocating new memory takes most of the time of a write. During the write and after

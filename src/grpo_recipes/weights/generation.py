@@ -39,7 +39,9 @@ class Generation(VLLMGeneration):
         sync()
 
     def _send_weights(self) -> None:
+        """Send the weights as TRL does, without the wrappers."""
         super().sync_weights()
 
     def _iter_named_params(self) -> Tensors:
+        """Yield the names and values of a sync: from ``stream_parameters_from``, or else the model's own."""
         return super()._iter_named_params() if self._parameter_source is None else self._parameter_source()

@@ -48,6 +48,7 @@ class LoraClient(BridgeClient):
 
     @model.setter
     def model(self, name: str) -> None:
+        """Set the model name for requests outside of ``using_base_model``."""
         self._served = name
 
     @contextmanager

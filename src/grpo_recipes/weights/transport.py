@@ -111,6 +111,7 @@ class ServerAdapter(BoundedAdapter):
         return False
 
     def _make_adapter(self) -> BoundedAdapter:
+        """Return a new adapter with the same limits and no open connection. It does not classify failures."""
         return BoundedAdapter(self._timeout, self._max_bytes, self.owner)
 
 
