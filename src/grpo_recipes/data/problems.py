@@ -56,7 +56,8 @@ def get_train_source(args: ScriptArguments) -> DataSource:
 def get_eval_source(args: ScriptArguments) -> DataSource:
     """Return the evaluation dataset: ``eval_dataset_name``, or the split ``dataset_test_split`` of ``dataset_name``.
 
-    Raise ConfigError if ``dataset_name`` is a file or folder without splits.
+    A column key of the evaluation that is not set has the training's value. Raise ConfigError if ``dataset_name`` is
+    needed and is a file or folder without splits.
     """
     first, second = (f"eval_{key}" if getattr(args, f"eval_{key}") else key for key in COLUMN_KEYS)
     name, config, split = args.eval_dataset_name, args.eval_dataset_config, args.eval_dataset_split
@@ -112,7 +113,7 @@ def load_rows(source: DataSource, args: ScriptArguments, fetched: Fetched | None
 
 
 def list_columns(rows: Rows) -> list[str]:
-    """Return the column names of rows, [] without rows. A stream without a schema is read up to its first row."""
+    """Return the column names of rows. A stream without a schema is read up to its first row; [] without one."""
     return rows.column_names or list(next(iter(rows), {}))
 
 
@@ -232,8 +233,8 @@ def make_problems(
 ) -> Problems:
     """Convert rows to problems, ``batch_rows`` at a time when they are read, and add to ``counts``.
 
-    Rows without a prompt or a solution are dropped. Raise ConfigError if a column is missing or there are no rows.
-    A prompt that is neither text nor chat raises ConfigError when its batch is read.
+    Rows without a prompt or a solution are dropped. Raise ConfigError if a column is missing, or if a stream without
+    a schema has no rows. A prompt that is neither text nor chat raises ConfigError when its batch is read.
     """
     names = list_columns(rows)
     if not names:

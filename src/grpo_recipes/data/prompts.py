@@ -131,7 +131,7 @@ def tokenize_on_all_cores() -> Iterator[None]:
 
 
 def shorten(text: str) -> str:
-    """Return a text for display. A very long text is cut in the middle, with the number of omitted characters."""
+    """Return a text for display. Above 4,000 characters, its middle is replaced by the number of omitted characters."""
     if len(text) <= _MAX_SHOWN:
         return text
     head, tail = _MAX_SHOWN * 3 // 4, _MAX_SHOWN // 4

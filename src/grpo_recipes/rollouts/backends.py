@@ -117,7 +117,10 @@ class Rollouts:
         """
 
     def using_base_model(self) -> AbstractContextManager[None]:
-        """Sample from the untrained model in the block. Only the run's server with a LoRA adapter supports it."""
+        """Sample from the untrained model in the block.
+
+        Only the run's server with a LoRA adapter supports it. Others raise an error.
+        """
         raise NotImplementedError
 
     def generate(self, draw: Callable[[], Sampled]) -> Sampled:

@@ -104,7 +104,7 @@ class CompletionsFile:
             temporary.replace(self.path)
 
     def rows(self) -> list[Row]:
-        """Return the file's rows in the order of the dataset."""
+        """Return the rows of ``done`` from the file, in the order of the dataset, except rows beyond its end."""
         self._file.seek(0)
         rows = {index: json.loads(line) for index, line in zip(self.done, self._file, strict=True)}
         return [rows[index] for index in sorted(rows) if index < len(self._rows)]
