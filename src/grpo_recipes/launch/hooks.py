@@ -33,11 +33,11 @@ class RunHooks:
         return []
 
     def on_model(self, run_dir: Path) -> str:
-        """Handle the model of a completed run in ``model/``; return the end of the launcher's line on the model."""
+        """Handle the model of a completed run in ``model/``; return a text to append to the launcher's line on it."""
         return ""
 
     def next_command(self, run_dir: Path) -> str:
-        """Return a command that the user may run after a completed run."""
+        """Return a command that the user may run after a completed run, or "" for none."""
         return ""
 
 

@@ -203,9 +203,10 @@ class RankStallDetector:
     def find_stall(self, phases: list[Phase], now: float, stopped: Collection[int] = ()) -> tuple[Phase, float] | None:
         """Return the phase of a stalled rank and its seconds in this phase, or None if no rank is stalled.
 
-        ``phases`` are the phases of all ranks at the time ``now`` (monotonic). If several ranks stall, the result is a
-        rank in ``stopped`` (stopped by a signal), or the rank that is furthest behind. Until a rank has written its
-        phase, rank 0 is assumed to be in ``start`` since the first call.
+        Times are measured from call to call: a phase begins with the first call that has it. ``phases`` are the phases
+        of all ranks at the time ``now`` (monotonic). If several ranks stall, the result is a rank in ``stopped``
+        (stopped by a signal), or the rank that is furthest behind. Until a rank has written its phase, rank 0 is
+        assumed to be in ``start`` since the first call.
         """
         phases = phases or [Phase(0, "start", 0, 0.0)]
         self._entered = {phase: self._entered.get(phase, now) for phase in phases}
@@ -362,12 +363,15 @@ class Monitor:
             self._hooks.start()
 
     def _trainers(self) -> Group | None:
+        """Return the group of the trainers; None while they have not started."""
         return next((group for group in self.groups.values() if group.process.trains), None)
 
     def _server(self) -> Group | None:
+        """Return the group of the vLLM server; None without a server that is ready."""
         return next((group for group in self.groups.values() if group.process.ready == "serving"), None)
 
     def _phases(self) -> list[Phase]:
+        """Return the phases that the ranks have written; [] while the trainers have not started."""
         return read_phases(self._folder) if self._trainers() else []
 
     def _find_server_stall(self, phases: list[Phase], now: float) -> Ending | None:

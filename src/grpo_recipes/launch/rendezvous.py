@@ -139,6 +139,7 @@ class MeetingChannel:
         self._connections.clear()
 
     def _name(self, rank: int) -> str:
+        """Return the name of a node for messages, with host and address once it has connected."""
         return self._names.get(rank, f"node {rank}")
 
     def _wait_for_all(self) -> None:

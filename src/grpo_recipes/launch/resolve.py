@@ -131,7 +131,9 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
 
 
 def require_rows(run: Run, allow_missing: bool) -> list[str]:
-    """Check that ``metrics.jsonl`` has a row for each trained step; return a list with a note if rows are missing.
+    """Check that ``metrics.jsonl`` has a row for each trained step; return a note in a list if rows are missing.
+
+    Return [] without missing rows, or without a checkpoint.
 
     Rewards, charts and the summary are computed from these rows, so they would describe another run. Raise ConfigError
     if the file does not exist, unless ``allow_missing`` is true.
@@ -200,6 +202,7 @@ def _require_changed_rewards(run: Run, recipe: Recipe) -> None:
 
 
 def _run_root(recipe: Recipe) -> Path:
+    """Return the folder of the runs, the recipe's ``run_root`` with ~ expanded."""
     return Path(os.path.expanduser(recipe.run.root))
 
 

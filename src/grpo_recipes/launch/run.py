@@ -277,7 +277,7 @@ class Supervisor:
         self._planned = {role: members for role, members in planned.items() if members}
 
     def run(self) -> Ending:
-        """Start the processes of the plan, restart lost processes, and return how the run ended."""
+        """Start the processes, restart lost ones, and return how the run ended. Others may still run afterwards."""
         become_subreaper()
         monitor = self._monitor
         while True:
@@ -392,6 +392,7 @@ class Supervisor:
         return None
 
     def _is_missing(self, role: str) -> bool:
+        """Return whether a role does not run, and training, if only that needs the role, is not over."""
         return role not in self._groups and not (self._trained and self._planned[role][0].until_trained)
 
     def _start_role(self, role: str) -> Group:

@@ -183,7 +183,7 @@ def prepare_submission(
 
 
 def check_profile(profile: Profile) -> list[str]:
-    """Check that a profile has enough cores and memory for its GPUs; return notes on options that it does not set.
+    """Check that a profile has enough cores and memory for its GPUs; return a note if it does not set them, else [].
 
     Raise ConfigError if it has too few, or if Slurm cannot use the working folder: Slurm replaces %j and similar in the
     paths of its logs.

@@ -328,6 +328,7 @@ def _list_served_models(host: str, port: int, token: str, owner: OwnListener) ->
 
 
 def _authorization(token: str) -> dict[str, str]:
+    """Return the HTTP header with the server's token."""
     return {"Authorization": f"Bearer {token}"}
 
 

@@ -47,7 +47,7 @@ class PromptSource:
         return self.chosen(recipe.__getitem__)
 
     def user_code(self, lookup: Lookup) -> list[str]:
-        """Return the user's code that the source runs, as ``module:name`` or ``file.py:name``."""
+        """Return the user's code that the source runs, as ``module:name`` or ``file.py:name``; [] if there is none."""
         return []
 
     def uses_reward_variables(self, lookup: Lookup) -> bool:

@@ -259,8 +259,10 @@ def format_sample(row: Mapping[str, Any], index: int) -> list[str]:
 
 
 def _format_reward(value: Any) -> str:
+    """Return a number with three decimals, "none" for None, and other values as text."""
     return "none" if value is None else f"{value:.3f}" if isinstance(value, int | float) else str(value)
 
 
 def _format_seconds(seconds: float) -> str:
+    """Return seconds with three significant digits and the unit: "1.23 s", "12.3 s", "123 s"."""
     return f"{seconds:.{2 if seconds < 10 else 1 if seconds < 100 else 0}f} s"

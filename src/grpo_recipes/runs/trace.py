@@ -37,7 +37,7 @@ class TimedBlock:
 
     @property
     def seconds(self) -> float:
-        """Return the duration."""
+        """Return the duration in seconds. Inside the block, it is not valid, because ``end`` is not set yet."""
         return self.end - self.start
 
 
@@ -89,6 +89,7 @@ class Trace:
             self.enter("", track)
 
     def _microseconds(self, seconds: float) -> int:
+        """Return a time of ``time.perf_counter()`` in microseconds since 1970, rounded down."""
         return int((seconds + self._epoch) * 1e6)
 
     def _write(self, row: bytes) -> None:
