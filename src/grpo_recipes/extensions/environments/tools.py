@@ -39,7 +39,11 @@ class Call(NamedTuple):
 
 
 def call(completions: Sequence[str]) -> list[str]:
-    """Run each call and return its result. A call is JSON with ``tool``, ``copies`` and ``arguments``."""
+    """Run each call and return its result as text. Errors of a tool are raised.
+
+    A call is JSON with ``tool`` (module:name or file.py:name), ``copies`` (the folder with the run's copies of the
+    user's code) and ``arguments``.
+    """
     return [_run(**json.loads(text)) for text in completions]
 
 
@@ -59,7 +63,10 @@ def describe(completions: Sequence[str]) -> list[str]:
 
 
 def list_methods(environment: Any) -> list[Callable[..., Any]]:
-    """Return the methods of a TRL environment that the policy may call: the same as in TRL."""
+    """Return the bound methods of a TRL environment that the policy may call, as in TRL.
+
+    They are the public methods of its class except ``reset`` and ``get_reward``, sorted by name.
+    """
     names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction) if not name.startswith("_")]
     return [getattr(environment, name) for name in names if name not in ("reset", "get_reward")]
 

@@ -58,7 +58,10 @@ class TRLEnvironment(Environment):
         self.tools: list[dict[str, Any]] = []  # the chat template gets them as a variable
 
     def reset(self, seed: int) -> Turn:
-        """Create the instance and call its ``reset`` with the row; return the prompt and the text that it adds."""
+        """Create the instance and call its ``reset`` with the row; return the prompt with the text of ``reset``.
+
+        The text is appended to the last message. Raise ConfigError if ``reset`` returns neither a text nor None.
+        """
         row = self._setup["row"]
         self._noise.seed("trl", seed)
         with self._noise.running():
@@ -90,7 +93,10 @@ class TRLEnvironment(Environment):
 
 
 def _run(methods: Mapping[str, Any], name: str, arguments: dict[str, Any], problem: str) -> Score:
-    """Call a method and return the text of its result, or the reason of its failure."""
+    """Call a method and return the text of its result, or the reason of its failure, as a Score.
+
+    A call with a ``problem`` is not run: the problem is the reason. Only MemoryError is raised.
+    """
     try:
         return Score(None, problem) if problem else Score(make_text(methods[name](**arguments)))
     except MemoryError:  # the limit of the process
@@ -112,7 +118,10 @@ play.converts = lambda text: Score(text)  # type: ignore[attr-defined]  # a text
 
 
 def _dump(instance: Any) -> str:
-    """Return the attributes of an instance as text. Those that pickle can't send, or too large ones, become Missing."""
+    """Return the attributes of an instance as text, a pickle in base64, for ``_restore``.
+
+    Attributes that pickle can't send, and those beyond 100,000 bytes in total, become Missing.
+    """
     state, room = dict[str, Any](), _MAX_STATE
     slots = [name for base in type(instance).__mro__ for name in getattr(base, "__slots__", ())]
     attributes = {name: getattr(instance, name) for name in slots if hasattr(instance, name)}

@@ -40,7 +40,10 @@ class TRLEpisodes(ToolEpisodes):
         self._solutions = solution_names(columns, script_args.dataset_mixture)
 
     def _make_episode(self, row_index: int, row: dict[str, Any]) -> Episode:
-        """Return the episode of a dataset row before its first turn; the row are arguments of the class's reset."""
+        """Return the episode of a dataset row before its first turn, and store a second one for the child process.
+
+        The class's ``reset`` gets the columns of the row as arguments.
+        """
         setup = {"copies": str(self._copies), "arguments": self._script.environment_args or {}}
         setup["row"] = {**dict.fromkeys(self._solutions, row.get("answer")), **row}
         seed = make_call_seed(self._args.seed, f"{self._name}/{row_index}")
@@ -51,7 +54,11 @@ class TRLEpisodes(ToolEpisodes):
     def _request_answers(
         self, episodes: Sequence[Episode], give_up_after: int | None, stopped: Callable[[], bool]
     ) -> list[Score]:
-        """Reset the environments, or run the calls of the last turns; return a turn as JSON for each episode."""
+        """Reset the environments, or run the calls of the last turns; return a turn as JSON for each episode.
+
+        If calls fail as a whole, for example by a limit, their turn is forgotten, and the policy reads the reason.
+        The number of failures has no limit.
+        """
         calls = [self._find_calls(episode) for episode in episodes]
         asking = [index for index, episode in enumerate(episodes) if calls[index] or not episode.actions]
         for index in asking:
@@ -65,11 +72,14 @@ class TRLEpisodes(ToolEpisodes):
         return [scores.get(index) or self._write_turn(episode, []) for index, episode in enumerate(episodes)]
 
     def _write_turn(self, episode: Episode, results: Sequence[Any]) -> Score:
-        """Return the turn of ``_make_turn`` as JSON."""
+        """Return the result of ``_make_turn`` as JSON, in a Score."""
         return Score(json.dumps(asdict(self._make_turn(episode, results))))
 
     def _ask(self, episodes: Sequence[Episode], stopped: Callable[[], bool]) -> list[Score]:
-        """Send the last actions to the child processes; return the environments' turns as JSON, or failures."""
+        """Send the last actions to the child processes; return the environments' turns as JSON, or failures.
+
+        Store the digest of each turn, with which a replay is checked.
+        """
         sent = [self._sent[episode.row] for episode in episodes]
         scores = Episodes._request_answers(self, sent, None, stopped)
         for episode, score in zip(sent, scores, strict=True):
@@ -77,7 +87,11 @@ class TRLEpisodes(ToolEpisodes):
         return scores
 
     def _make_output(self, trainer: SamplingTrainer) -> dict[str, Any]:
-        """End the episodes; return TRL's columns with the environments and, if it is asked for, their rewards."""
+        """End the episodes; return TRL's columns and the column ``environments``, for rewards.
+
+        Only if ``reward_funcs`` has the reward ``environment``, ``get_reward`` is called, and an episode whose end
+        fails is unscored. All ranks raise Stopped if any rank has seen a stop request.
+        """
         rewarded = SOURCE_REWARD in self._script.reward_funcs
         playing = [episode for episode in self.played if not episode.failed]
         for episode in playing:
