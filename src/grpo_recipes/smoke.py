@@ -170,6 +170,7 @@ def make_smoke_task(
 
 
 def _is_complete(out_dir: Path, key: str) -> bool:
+    """Return whether a finished task is in `out_dir`; raise FileExistsError if it has other settings than ``key``."""
     marker = out_dir / "COMPLETE"
     if marker.exists() and (old_key := marker.read_text().strip()) != key:
         raise FileExistsError(f"{out_dir} was made with other settings ({old_key}, not {key}); remove it first")
@@ -290,6 +291,7 @@ def make_optimizer(model: Qwen2ForCausalLM, phase: Phase) -> torch.optim.AdamW:
 
 
 def _save_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, dtype: str, folder: Path) -> None:
+    """Write model and tokenizer to `folder`; the model given is converted to ``dtype`` in place."""
     import torch
 
     model.to(getattr(torch, dtype)).save_pretrained(folder)

@@ -425,6 +425,7 @@ def group_jobs(jobs: JobState) -> dict[str, Job] | None:
 
 
 def _find_group_jobs(group: RunGroup) -> dict[str, Job] | None:
+    """Return all jobs of the user by id; {} if the trials run without Slurm, None if it does not answer."""
     return list_my_jobs() if group.record["jobs"] else {}
 
 

@@ -144,7 +144,10 @@ class Scorer:
     """Called as TRL calls a reward."""
 
     def scores(self, problems: Sequence[BenchmarkProblem], texts: Sequence[Sequence[str]]) -> list[list[float | None]]:
-        """Return the reward of each completion, (problems, samples): 1 right, 0 wrong, None unscored."""
+        """Return the reward of each completion, (problems, samples): 1 right, 0 wrong, None unscored.
+
+        ``texts`` has the completions of each problem. The reward's limit ``give_up_after`` is removed for good.
+        """
         if isinstance(self.reward, RewardWrapper):
             self.reward.give_up_after = None
         flat = [(problem, text) for problem, row in zip(problems, texts, strict=True) for text in row]
@@ -226,7 +229,8 @@ class Runner:
     def run_missing(self, names: Sequence[str]) -> None:
         """Run the benchmarks in ``names`` that have no result for this model and these settings.
 
-        Send the final weights to the sampler first. Raise BenchmarkFailed at the end if any failed.
+        Send the final weights to the sampler first. Raise StoppedInBenchmarks at once after a stop request, and
+        BenchmarkFailed at the end if any failed.
         """
         missing = self.on_main(lambda: [name for name in names if not self._has_result(name)])
         if not missing:

@@ -89,7 +89,7 @@ class Assets:
 
     @property
     def model(self) -> Asset | None:
-        """The model that is trained and served, not its reference or its teacher."""
+        """The model that is trained and served, not its reference or its teacher; None if it is missing."""
         return self.find_model(self.trained)
 
     def find_model(self, name: str | None) -> Asset | None:

@@ -75,6 +75,7 @@ class _BoundedHTTP(urllib.request.HTTPHandler):
     """Opens http URLs for urllib with ``_HTTPConnection``."""
 
     def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        """Send the request and return its response; urllib calls this."""
         return self.do_open(_HTTPConnection, request)
 
 
@@ -82,6 +83,7 @@ class _BoundedHTTPS(urllib.request.HTTPSHandler):
     """Opens https URLs for urllib with ``_HTTPSConnection``."""
 
     def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        """Send the request and return its response; urllib calls this."""
         return self.do_open(_HTTPSConnection, request)
 
 

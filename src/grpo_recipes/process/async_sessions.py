@@ -95,6 +95,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
             yield chunk
 
     async def aclose(self) -> None:
+        """Close the stream that this one reads."""
         await self._stream.aclose()
 
 

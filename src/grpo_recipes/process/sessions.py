@@ -99,6 +99,8 @@ def _make_bounded_pool(pool: Any, owner: OwnListener | None) -> Any:
     """
 
     class Connection(pool.ConnectionCls):
+        """A connection of ``pool`` whose responses have one deadline, and whose listener is checked."""
+
         response_class = TimedResponse
 
         def connect(self) -> None:

@@ -108,7 +108,8 @@ def find_collapse(run: RunRecord) -> Collapse | None:
     """Return the fall of a reward that lost half of its rise, or of its first value, and more than noise explains.
 
     The best and the last level are means of 5 steps. The noise is estimated from the differences of successive steps. A
-    reward that falls at once has no rise, so its first value is compared too, with the noise of the second half.
+    reward that falls at once has no rise, so its first value is compared too, with the noise of the second half. Return
+    None without such a fall, and for fewer than 10 rewards.
     """
     rewards, (first, last, best, *_) = run.metrics.known("reward"), run.outcome
     if first is None or last is None or best is None or len(rewards) < 2 * AVERAGED_STEPS:

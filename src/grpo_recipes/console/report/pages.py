@@ -196,7 +196,7 @@ def render_evaluation_page(result: Mapping[str, Any], rows: Sequence[Mapping[str
     """Return the HTML page of `grpo eval`: scores from ``eval.json`` (``result``), and samples from ``rows``.
 
     ``rows`` are the scored rows of ``scores.jsonl``. At most 60 prompts, spread over the dataset, are shown. If their
-    HTML exceeds 700,000 characters, their number is halved until it fits.
+    HTML exceeds 700,000 characters, their number is halved until it fits or one prompt is left.
     """
     last = len(rows) - 1
     chosen = {round(number * last / (_MAX_PROMPTS - 1)) for number in range(_MAX_PROMPTS)}

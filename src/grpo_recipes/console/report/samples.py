@@ -62,7 +62,8 @@ def render_steps(path: Path, last: int) -> list[Markup]:
     """Return the HTML of the completions, one entry for each of at most 24 steps of the run.
 
     The steps are spread evenly and include the row ``last``, the index of the last row. If the HTML exceeds 155,000
-    characters, fewer tokens of each completion are shown. Then the number of steps is halved until it fits.
+    characters, fewer tokens of each completion are shown. Then the number of steps is halved until it fits or one step
+    is left.
     """
     chosen = {round(index * last / (_MAX_STEPS - 1)) for index in range(_MAX_STEPS)}
     rows = [

@@ -19,7 +19,7 @@ REWARDS = (
 
 
 def _is_used(recipe: Recipe) -> bool:
-    """Return whether a recipe uses the reward."""
+    """Return whether a recipe uses the reward ``code_tests``."""
     return NAME in recipe.rewards.funcs
 
 
@@ -29,7 +29,10 @@ def _uses_service(recipe: Recipe) -> bool:
 
 
 def check_sandbox(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
-    """Run a program in the sandbox of this machine, if the recipe uses it."""
+    """Yield a problem if a small program does not run in this machine's sandbox.
+
+    Run and yield nothing if the recipe does not use ``code_tests``, or runs programs on a service.
+    """
     if _is_used(recipe) and not _uses_service(recipe):
         from grpo_recipes.extensions.code.jail import find_jail_problem
 

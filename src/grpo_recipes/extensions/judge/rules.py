@@ -21,7 +21,7 @@ REWARDS = (
 
 
 def _is_used(recipe: Recipe) -> bool:
-    """Return whether a recipe uses the reward."""
+    """Return whether a recipe uses the reward ``llm_judge``."""
     return NAME in recipe.rewards.funcs
 
 

@@ -30,7 +30,8 @@ def _trains_on_solutions(recipe: Recipe) -> bool:
 def _find_unread_keys(recipe: Recipe) -> list[str]:
     """Return the keys that the recipe or a flag sets and supervised fine-tuning does not read.
 
-    Shell variables apply to every run of a shell, and may be meant for the GRPO run that follows.
+    Return [] for a recipe of another kind. Keys set by shell variables are left out: the variables apply to every
+    run of a shell, and may be meant for the GRPO run that follows.
     """
     if not _trains_on_solutions(recipe):
         return []

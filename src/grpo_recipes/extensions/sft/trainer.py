@@ -64,7 +64,10 @@ class SFTTrainer(trl.SFTTrainer):
             reject_shards(self.accelerator)
 
     def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Tokenize the rows as TRL does, and drop the rows that are too long. Raise ConfigError if none is left."""
+        """Tokenize the rows as TRL does, and drop the rows with more tokens than ``sft_max_length``, if it is set.
+
+        Rank 0 prints how many were dropped. Raise ConfigError if none is left.
+        """
         rows, limit = super()._prepare_dataset(dataset, *args, **kwargs), self._max_length
         if limit is None:
             return rows
