@@ -76,8 +76,8 @@ def read_rows(
 ) -> Rows:
     """Read a dataset from a hub id, a local file or a local folder. Raise ConfigError if that fails.
 
-    ``split`` may be a slice such as ``train[:10%]``. A single file has any split. A stream is not read yet. A dataset
-    that ``fetched`` finds on this machine is memory-mapped, never streamed.
+    ``split`` may be a slice such as ``train[:10%]``. A single file has any split and no ``config``. A stream is not
+    read yet. A dataset that ``fetched`` finds on this machine is memory-mapped, never streamed.
     """
     if fetched and (folder := fetched(source, config, split)):
         return load_from_disk(str(folder))
@@ -106,7 +106,10 @@ def read_rows(
 
 
 def load_rows(source: DataSource, args: ScriptArguments, fetched: Fetched | None = None) -> Rows:
-    """Return the rows of a recipe's dataset, either read or, for a built-in generator, generated from recipe keys."""
+    """Return the rows of a recipe's dataset, either read or, for a built-in generator, generated from recipe keys.
+
+    They are read as ``read_rows`` does, as a stream with ``dataset_streaming``. ``fetched`` finds downloaded datasets.
+    """
     if data := generated(source.id):
         return Dataset.from_list(data.rows(partial(getattr, args), source.split))
     return read_rows(source.id, source.config, source.split, args.dataset_streaming, fetched)
@@ -118,7 +121,10 @@ def list_columns(rows: Rows) -> list[str]:
 
 
 def require_columns(source: str, features: Any, keys: dict[str, str]) -> None:
-    """Raise ConfigError if a column is missing. ``keys`` maps each required column to the recipe key that sets it."""
+    """Raise ConfigError for the first required column that is missing in ``features``, the types of all columns.
+
+    ``keys`` maps each required column, or path into one, to the recipe key that sets it. ``source`` names the dataset.
+    """
     for column, key in keys.items():
         if _get_feature(features, column) is None:
             inside = features.get(column.partition(".")[0])
@@ -434,7 +440,8 @@ def _load_part(
 ) -> Dataset:
     """Return the problems of a dataset of the mixture, with the column ``source``. Update ``counts``.
 
-    ``entry.weight`` selects a random fraction of the rows. None selects all.
+    ``entry.weight`` selects a random fraction of the rows, in an order drawn by ``seed``. None selects all, in their
+    own order. ``fetched`` finds downloaded datasets.
     """
     rows = read_rows(entry.id, entry.config, entry.split, fetched=fetched)
     if entry.weight is not None:

@@ -92,7 +92,7 @@ def bind_keys(function: Callable[..., Any], bound_keys: Mapping[str, Any]) -> Re
 
 
 def load_reward(spec: str, copies: Path | None, bound_keys: Mapping[str, Any] = MappingProxyType({})) -> Reward:
-    """Load a built-in reward with the values of its recipe keys, or a user reward.
+    """Load a built-in reward with the values of its recipe keys (``bound_keys``), or a user reward, which gets none.
 
     A user reward in a ``.py`` file is loaded from its copy in the folder ``copies``, if that copy exists. A user reward
     in a module is loaded from its copy only if the module is gone. Raise RewardFailed if a user reward does not exist,
@@ -131,7 +131,8 @@ def select_columns(columns: Mapping[str, Sequence[Any]], accepted: Sequence[str]
 def call_reward(function: Callable[..., Any], columns: Mapping[str, Sequence[Any]], rows: int) -> list[Score]:
     """Call a plain or async reward on ``rows`` completions and return their scores.
 
-    A result of another type or length leaves all completions unscored. Exceptions of the reward are raised.
+    ``columns`` are all arguments of the call, also ``completions``. A result of another type or length leaves all
+    completions unscored. Exceptions of the reward are raised.
     """
     result = function(**columns)
     if inspect.isawaitable(result):
@@ -249,7 +250,10 @@ class RewardWrapper:
         self.generation, self.stop, self.give_up_after = number, stop, give_up_after
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """Return (B,) rewards, None for unscored completions, and keep the scores with their reasons in ``scores``."""
+        """Return (B,) rewards, None for unscored completions, and keep the scores with their reasons in ``scores``.
+
+        The function does not get rows with a reason in the column ``episode_failed``: they are unscored.
+        """
         other_names = dict.fromkeys(self._solutions, columns["answer"]) if "answer" in columns else {}
         columns = {**other_names, **columns, "completions": completions}
         failures = columns.get("episode_failed") or [None] * len(completions)  # reasons: these have no completion

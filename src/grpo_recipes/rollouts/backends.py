@@ -131,9 +131,10 @@ class Rollouts:
         return draw()
 
     def start_round(self, name: str, prompts: list[Any]) -> None:
-        """Let the server sample the next round of dynamic sampling now: this generation, with a prompt for each group.
+        """Let the server sample the next round of dynamic sampling now.
 
-        The trainers request it later, or drop it with ``restore_pending_generation(None)``. Called by every rank.
+        Its sampling seeds derive from ``name``. ``prompts`` has a prompt for each group of all ranks. The trainers
+        request the round later, or drop it with ``restore_pending_generation(None)``. Called by every rank.
         """
         raise NotImplementedError
 

@@ -34,8 +34,8 @@ _PLACEHOLDER = ([0], [0.0])  # ids and log-probs of a failed completion; the los
 def connect(recipe: Recipe, model: str, environment: Mapping[str, str]) -> CompletionClient:
     """Wait until the recipe's external server serves the model, and return a client. Used before the training starts.
 
-    ``model`` is the path of the recipe's model on this machine. The server may use either name. Raise ConfigError if
-    training can't use the server.
+    ``model`` is the path of the recipe's model on this machine. The server may use either name. Its token is
+    OPENAI_API_KEY in ``environment``. Raise ConfigError if training can't use the server.
     """
 
     def at_key(error: ConfigError) -> ConfigError:
@@ -97,7 +97,7 @@ class ExternalClient(BridgeClient):
     """The reason of the first missing completion of the last generation."""
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 0.5) -> None:
-        """Wait until the server answers, at most ``total_timeout`` seconds.
+        """Wait until the server answers, at most ``total_timeout`` seconds. TRL's ``retry_interval`` has no effect.
 
         Raise ConfigError if it does not answer in time, rejects the token, or serves another model.
         """
@@ -179,6 +179,7 @@ class ExternalClient(BridgeClient):
     ) -> dict[str, Any]:
         """Return TRL's answer for ``n`` completions of each prompt, with placeholders for missing ones.
 
+        ``seeds`` are None, or one for each prompt. ``kwargs`` has the sampling parameters; other entries are ignored.
         Set ``failed`` and ``first_failure``. Raise BadAnswer if all completions are missing.
         """
         names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")

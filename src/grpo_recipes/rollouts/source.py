@@ -40,7 +40,10 @@ class Source:
         raise NotImplementedError
 
     def run_benchmark(self, runner: Any, name: str, rows: list[dict[str, Any]]) -> None:
-        """Run a benchmark of this source on every rank, and pass its rows to ``runner.add_rows``."""
+        """Run the benchmark ``name`` of this source. Called by every rank.
+
+        Rank 0 passes the new rows, with the list ``rows``, to ``runner.add_rows``.
+        """
         raise NotImplementedError
 
     def benchmark_settings(self) -> dict[str, Any]:

@@ -42,7 +42,8 @@ def register() -> None:
     """Let every process of the server dump its stacks on request and end with its parent; adapt vLLM to CPU.
 
     vLLM's engine does not notice that its API server was killed, and would keep the GPU. On CPU, vLLM would also answer
-    with old weights after a reload, and import itself again in the engine and in each worker.
+    with old weights after a reload, and import itself again in the engine and in each worker. A trainer with co-located
+    vLLM calls this too: there it only adapts vLLM to CPU.
     """
     in_server = os.environ.get("GRPO_SERVER") == "1"  # ranks with co-located vLLM load this plug-in too
     if in_server:

@@ -118,7 +118,7 @@ class BestModel(TrainerCallback):
         write_json(self._file, facts)
 
     def name_checkpoint(self) -> None:
-        """Set the best checkpoint in transformers' state to its final path.
+        """Set the best checkpoint in transformers' state to its final path, or to None without one.
 
         During a save, transformers sets its path in the temporary folder. A moved run directory has another path.
         """

@@ -15,5 +15,5 @@ class LossCallback(TrainerCallback):
     """A trainer callback that computes the loss of each micro-batch in training."""
 
     def loss(self, trainer: InnerTrainer, compute: Compute, model: Any, rows: dict[str, Any]) -> torch.Tensor:
-        """Return the loss to minimize. The default is the loss of ``compute``."""
+        """Return the loss of the micro-batch ``rows`` to minimize. By default it is TRL's, ``compute(model, rows)``."""
         return compute(model, rows)

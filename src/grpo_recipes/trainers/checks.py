@@ -287,7 +287,8 @@ class Scoring:
     def mark_unscored(self, rewards_BR: torch.Tensor, prompts: list[Any], completions: list[Any]) -> None:
         """Set all rewards of unscored completions of all ranks to NaN, log counts, and write ``slow_rewards.jsonl``.
 
-        In training, raise TooManyWithoutVerdict if they are more than the accepted fraction.
+        Do nothing if all rewards are plain built-in functions. In training, raise TooManyWithoutVerdict if they are
+        more than the accepted fraction.
         """
         rewards, trainer = self._list_reward_wrappers(), self._trainer
         if not rewards:

@@ -354,7 +354,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             self.beta = update_beta(self, self._kl_controller)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
-        """Return the gradient norm as a number. Raise NotFinite if it or the loss is not finite."""
+        """Return the gradient norm as a number; None without one. Raise NotFinite if it or the loss is not finite."""
         return self.checks.check_gradient(super()._get_grad_norm(model, grad_norm=grad_norm))
 
     def _maybe_log_save_evaluate(

@@ -95,7 +95,10 @@ class ServerConnection(VLLMClient):
         return content
 
     def _make_rejected_error(self, path: str, answer: requests.Response) -> BadAnswer:
-        """Return a BadAnswer for an answer with an error status, with the status and the start of its text."""
+        """Return a BadAnswer for a rejection or an answer without a JSON object: its status and the start of its text.
+
+        ``path`` is the URL path of the request.
+        """
         text = " ".join(answer.text[:_MAX_TEXT].split()) or "nothing"
         return self._make_bad_answer(path, f"answered {answer.status_code}: {text}")
 
@@ -132,10 +135,10 @@ class ServerConnection(VLLMClient):
     def pause(self, mode: str, timeout: float | None = None) -> None:
         """Pause the engine. ``mode`` is "keep" or "abort" for its running requests, or "wait" until they have ended.
 
-        New requests are queued.
+        New requests are queued. The call may take ``timeout`` seconds; None is the session's limit.
         """
         self._post(f"{self.base_url}/pause", params={"mode": mode}, timeout=timeout)
 
     def resume(self, timeout: float | None = None) -> None:
-        """Let a paused engine continue with its queued requests."""
+        """Let a paused engine continue with its queued requests. ``timeout`` is the same as for ``pause``."""
         self._post(f"{self.base_url}/resume", timeout=timeout)
