@@ -382,7 +382,10 @@ def describe_rewards(summary: Mapping[str, Any]) -> str:
 
 
 def end_without_run(ending: Ending, wants_requeue: bool, job: SlurmJob | None) -> int:
-    """Print why a launch ended before it had a run directory; if requested, requeue its job. Return the exit code."""
+    """Print why a launch ended before it had a run directory, and return the exit code of ``ending``.
+
+    With ``wants_requeue``, also requeue ``job``, and print why if Slurm rejects that. Outside Slurm, ``job`` is None.
+    """
     say(f"{ending.cause}; there is no run directory yet")
     if wants_requeue and job is not None and (refusal := requeue_job(job)):
         say(f"not requeued: {refusal}")

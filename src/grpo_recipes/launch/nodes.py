@@ -275,7 +275,7 @@ def resolve_node_address(name: str) -> str:
 
 
 def _make_network_error(problem: str) -> ConfigError:
-    """Return a ConfigError about the network between the nodes, with a fix."""
+    """Return a ConfigError for a ``problem`` of the network between the nodes, with a fix."""
     fix = "set NETWORK_INTERFACE to the interface that joins them, or open the firewall between them"
     return config_error("network of the nodes", problem, fix)
 

@@ -71,7 +71,11 @@ def list_later_stages(options: Options, resources: Resources) -> list[Options]:
 
 
 def describe_later_recipes(options: Options, device: str) -> dict[str, Any]:
-    """Return the entry of ``run.json`` for a run that other recipes follow; an empty mapping for any other run."""
+    """Return the entries of ``run.json`` for a run that other recipes follow; an empty mapping for any other run.
+
+    ``then`` has the absolute paths of these recipes, and ``then_flags`` the flags of all recipes. Raise ConfigError if
+    a recipe is not found.
+    """
     if not options.then:
         return {}
     paths = [choose_recipe(name, os.environ, GRPO, device).absolute() for name in options.then]
@@ -111,7 +115,10 @@ def next_stage(run: Run, options: Options) -> Options | None:
 
 
 def find_shared_models(first: str, flags: Sequence[str], environment: Mapping[str, str]) -> list[Problem]:
-    """Return problems if a flag or variable sets the model of every recipe, and not only of the ``first``."""
+    """Return problems if a flag or variable sets the model of every recipe, and not only of the ``first``.
+
+    Flags and variables apply to all recipes. ``first`` is the name of the first recipe, for the fix.
+    """
     problems = []
     if MODEL in {key for key, _ in read_flags(flags, [])}:
         problems.append(Problem(f"--{MODEL}", "would apply to every recipe", f"set {MODEL} in {first}"))
@@ -121,6 +128,6 @@ def find_shared_models(first: str, flags: Sequence[str], environment: Mapping[st
 
 
 def start_from(model: str, revision: str) -> Mapping[str, Value]:
-    """Return the keys that let a recipe start from a model."""
+    """Return the keys that let a recipe start from ``model``, a folder or a hub id, at this revision."""
     source = "model of the recipe before"
     return {MODEL: Value(model, source), "model_revision": Value(revision, source)}

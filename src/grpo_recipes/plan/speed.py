@@ -75,7 +75,8 @@ def find_speed(plan: Plan, names: Names, walltime: float | None = None) -> Speed
 def read_runs(run_root: Path, name: str, is_alike: Callable[[Run], bool]) -> Iterator[tuple[Run, Rows]]:
     """Yield the newest comparable runs with a name, newest first, with their last rows except of the first step.
 
-    Runs that can't be read are skipped. A run may have no rows.
+    Only the 200 newest folders of this name are tried, with ``is_alike``. Runs that can't be read are skipped. A run
+    may have no rows.
     """
     folders = run_root.glob(f"{glob.escape(name)}-[0-9]*")  # for "fine", skip "fine-more"
     for folder in sorted(folders, reverse=True)[:_MOST_RUNS]:  # newest timestamp first

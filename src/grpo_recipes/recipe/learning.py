@@ -35,7 +35,10 @@ def served_dtype(dtype: str | None, mixed: str, shared: bool = False) -> str:
 
 
 def updates_float32(accelerator: str, mixed: str) -> bool:
-    """Return whether the run updates float32 weights for every dtype of the model."""
+    """Return whether the run updates float32 weights for every dtype of the model.
+
+    ``accelerator`` is a value of the recipe key, and ``mixed`` a result of ``mixed_precision``.
+    """
     return accelerator in _KEEPS_COPIES or (accelerator == "fsdp2" and mixed != "no")
 
 
@@ -63,7 +66,10 @@ def lost_updates(dtype: str, learning_rate: float, optim: str, optim_args: str |
 
 
 def float32_fix(mixed: str) -> str:
-    """Return the fix, as text for the user, that makes the run update float32 weights."""
+    """Return the fix, as text for the user, that makes the run update float32 weights.
+
+    ``mixed`` is the result of ``mixed_precision``.
+    """
     hint = " (bf16: true keeps the computation in bfloat16)" if mixed == "bf16" else ""
     return f"write accelerator: zero2, or dtype: float32{hint}"
 

@@ -59,7 +59,10 @@ class PromptSource:
         return []
 
     def benchmark_problem(self, name: str, where: str, lookup: Lookup) -> Problem | None:
-        """Return the problem of a benchmark of this source; None if it has none, or does not belong to the source."""
+        """Return the problem of the benchmark ``name``; None if it has none, or does not belong to the source.
+
+        ``where`` is its place in the recipe, for the message.
+        """
         return None
 
 

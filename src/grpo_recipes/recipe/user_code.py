@@ -116,7 +116,10 @@ def class_methods(spec: str, path: Path | None = None) -> dict[str, ast.Function
 
 
 def _find_definition(spec: str, path: Path | None = None) -> ast.stmt | None:
-    """Return the only statement of a file that defines the name in ``spec``; None if there are none or several."""
+    """Return the only statement of a file that defines the name in ``spec``; None if there are none or several.
+
+    ``path`` is the file, by default the one that ``spec`` names. Return None too if it is missing or not valid Python.
+    """
     path, name = path or source_path(spec), split_spec(spec)[1]
     if path is None:
         return None

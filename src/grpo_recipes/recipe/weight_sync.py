@@ -48,8 +48,8 @@ def sync_problem(
 ) -> Problem | None:
     """Return the problem of a weight sync method in a recipe's setup, with the fix; None if it works.
 
-    ``method`` is a key of ``SYNC_TABLE``, so it may be COLOCATE. ``apart`` means that vLLM and rank 0 run on
-    different nodes. ``device`` is "cpu", "cuda", or None if it is unknown.
+    ``method`` is a key of ``SYNC_TABLE``, so it may be COLOCATE. ``accelerator`` is a result of ``accelerator_of``.
+    ``apart`` means that vLLM and rank 0 run on different nodes. ``device`` is "cpu", "cuda", or None if it is unknown.
     """
     server = recipe.server
     setups = [accelerator, "lora" if recipe.lora.use_peft else "full"]

@@ -340,7 +340,7 @@ def _make_level_test(
 
 
 def _detect_no_signal(health: Health, enough: int) -> Facts | None:
-    """Return facts if in each of the last rows all completions of every prompt got the same reward, else None."""
+    """Return facts if in ``enough`` rows up to the last all completions of each prompt got one reward, else None."""
     streak = health.streaks["no signal"]
     (low, high), observation, remedy = streak.rewards, "all completions of each prompt got one reward", _MORE_SPREAD
     if high - low < ZERO_REWARD:
@@ -361,7 +361,10 @@ def _detect_silent_rewards(health: Health, enough: int) -> Facts | None:
 
 
 def _detect_entropy_collapse(health: Health, enough: int) -> Facts | None:
-    """Return facts if the entropy fell below 5 % of its initial level, else None."""
+    """Return facts if the median of the last entropies is below 5 % of the mean of the first ones, else None.
+
+    Return None for fewer than ``enough`` values too.
+    """
     metric = health.metrics["entropy"]
     if metric.count < enough:
         return None
@@ -394,7 +397,7 @@ def _detect_not_finite(health: Health, _: int) -> Facts | None:
 def _detect_wrong_weights(health: Health, enough: int) -> Facts | None:
     """Return facts if wrong answers had over half of the MaxEnt weight in over half of the steps, else None.
 
-    The rule applies only to objectives that move the policy towards the weights.
+    The rule applies only to objectives that move the policy towards the weights, from ``enough`` steps on.
     """
     name, steps = health.value("maxent_objective"), health.metrics["maxent/incorrect_mass"].count
     objective, streak = OBJECTIVES.get(name), health.streaks["wrong weights"]

@@ -191,8 +191,9 @@ def create_recorded_folder(folder: Path, failure: str, *inside: str) -> dict[str
 def new_run(folder: Path, name: str, stamp: str, facts: Mapping[str, Any]) -> Run | None:
     """Create a run directory, with ``processes/``, ``code.patch`` and ``run.json``, and return its Run.
 
-    ``facts`` describe machine and job (``Resources.facts``). Return None if the folder exists, since jobs of an
-    array start in the same second. Raise ConfigError if it cannot be created.
+    ``name`` and ``stamp`` become its ``run_name`` and ``timestamp``. ``facts`` describe machine and job
+    (``Resources.facts``). Return None if the folder exists, since jobs of an array start in the same second. Raise
+    ConfigError if it cannot be created.
     """
     import importlib.metadata  # takes 30 ms, and only a launch needs it
 

@@ -65,7 +65,10 @@ class Trace:
             self._write(row)
 
     def add(self, name: str, start: float, end: float, track: str = _MAIN_TRACK, **details: Any) -> None:
-        """Append a span with its details. Times are rounded down, so that nested spans stay nested."""
+        """Append the span from ``start`` to ``end``, times of ``time.perf_counter()``, with its details.
+
+        ``track`` is the name of the line that shows it. Times are rounded down, so that nested spans stay nested.
+        """
         begin_us = self._microseconds(start)
         row = {"name": name, "track": track, "ts": begin_us, "dur": self._microseconds(end) - begin_us}
         self._write(json.dumps({**row, "args": details} if details else row).encode() + b"\n")
