@@ -247,7 +247,7 @@ class AtroposClient:
         """Request a batch and repeat failed requests; return the batch, or None if run-api has no batch yet.
 
         Raise AtroposError with a report after ``attempts`` failures, or once the monotonic time ``deadline`` has
-        passed.
+        passed. Other errors of ``_request_batch`` are raised at once, and WaitAborted if the run stops.
         """
         for attempt, pause in enumerate(self._api.pauses(), 1):
             try:
@@ -414,8 +414,9 @@ class AtroposClient:
     def _add_valid_groups(self, batch: Sequence[Group], size: int, longest: int | None, vocabulary: int | None) -> None:
         """Add the valid groups of a batch to the groups for ``take_groups``; keep parts until their other parts come.
 
-        Count other groups as rejected. If more rows wait for other parts than the batch has, reject the oldest parts
-        too. Raise NoLogprobs if a group has no log-probs.
+        Count other groups as rejected. If more rows wait for other parts than the batch has, and more than ``size``,
+        reject the oldest parts too. Raise NoLogprobs if a group has no log-probs. ``take_groups`` documents the other
+        arguments.
         """
         valid = []
         for index, group in enumerate(batch):

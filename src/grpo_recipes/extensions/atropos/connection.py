@@ -41,7 +41,7 @@ class WaitAborted(Exception):
 
 
 class RequestFailed(Exception):
-    """A request without a complete answer; unless ``sent``, run-api has not received it."""
+    """A request without a complete answer, or with a server error; unless ``sent``, run-api has not received it."""
 
     def __init__(self, reason: str, sent: bool):
         self.sent = sent
@@ -101,9 +101,9 @@ class Connection:
     def request(self, method: str, path: str, body: Any = None, repeat: bool = True) -> Any:
         """Send a request and return the JSON of its response; repeat it without an answer or with a status >= 500.
 
-        If ``repeat`` is false, a request that run-api may have received is not sent again, and AtroposError is raised.
-        Raise AtroposError also if ``attempts`` requests fail, or for another status than 200. Raise WaitAborted if the
-        run stops during a pause.
+        If ``repeat`` is false, a request that run-api may have received is only sent again after a status >= 500;
+        without an answer, AtroposError is raised. Raise AtroposError also if ``attempts`` requests fail, or for another
+        status than 200. Raise WaitAborted if the run stops during a pause.
         """
         failure = ""
         for attempt, pause in zip(range(1, self.attempts + 1), self.pauses(), strict=False):

@@ -50,7 +50,10 @@ def find_argument_problems(config: str, fields: Collection[str], args: Collectio
 
 
 def read_configuration(spec: str) -> tuple[str, frozenset[str]] | None:
-    """Parse an environment's source; return name and fields of its configuration class, or None if it hides them."""
+    """Parse an environment's source; return name and fields of its configuration class, or None if it hides them.
+
+    ``spec`` is a shipped environment, ``module:Class`` or ``file.py:Class``. A source that is not found hides them too.
+    """
     shipped = _SHIPPED.get(spec)
     path = _PACKAGE / "atropos/environments.py" if shipped else source_path(spec)
     with contextlib.suppress(_Unknown):
@@ -67,7 +70,8 @@ class _Unknown(Exception):
 def _parse_names(path: Path, _: int) -> Mapping[str, ast.AST]:
     """Parse a Python file; return the syntax nodes of its top-level classes and ``from`` imports by name.
 
-    The result is cached. The second argument is the modification time, so a changed file is parsed again.
+    The result is cached. The second argument is the modification time, so a changed file is parsed again. Raise the
+    error of reading or parsing, e.g. OSError or SyntaxError.
     """
     names: dict[str, ast.AST] = {}
     for node in ast.parse(path.read_bytes()).body:
@@ -103,7 +107,7 @@ def _find_configuration(path: Path | None, name: str, depth: int) -> tuple[Path,
     """Find the configuration class of an environment class; return a file that defines or imports it, and its name.
 
     A class without ``env_config_cls`` has the configuration of its base class. Raise _Unknown if ``config_init`` may
-    build another one.
+    build another one, or no class within ``depth`` base classes and imports shows it.
     """
     file, node = _find_class(path, name, depth)
     config_class = None
@@ -132,7 +136,8 @@ def _list_base_names(node: ast.ClassDef) -> list[str]:
 def _read_fields(path: Path, name: str, depth: int) -> set[str]:
     """Parse a pydantic class and its bases; return the names of their fields.
 
-    Raise _Unknown if an assignment or inner ``Config`` of the class may allow other names.
+    Raise _Unknown if an assignment or inner ``Config`` of the class may allow other names, or a class is not found
+    within ``depth`` base classes and imports.
     """
     file, node = _find_class(path, name, depth)
     fields = set()

@@ -306,7 +306,8 @@ def _translate_batch_size(translation: Translation, value: Callable[[str], Any])
     """Translate BATCH_SIZE, the sequences of a step, to the recipe key prompts_per_step.
 
     gradient_accumulation_steps is then removed from the keys of ``translation``. If a flag sets the batch, e.g.
-    --batch-size, only add a note. Reject a size that is not a multiple of num_generations.
+    --batch-size, BATCH_SIZE is ignored, with a note if the user exported it. Reject a size that is not a multiple of
+    num_generations.
     """
     size, group = translation.read_number("BATCH_SIZE"), value("num_generations")
     flags = [name for name in (BATCH, ACCUMULATION) if name in translation.flags]

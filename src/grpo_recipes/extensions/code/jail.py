@@ -82,7 +82,10 @@ def run_program(source: str, text: str, seconds: float, memory_bytes: int) -> st
 
 
 def _watch(pid: int, reports: IO[bytes], seconds: float, memory_bytes: int) -> bytes | None:
-    """Wait for the end of bwrap, and return its reports in JSON; None if the jail exceeds its time or its memory."""
+    """Wait for the end of bwrap, process ``pid``; return its reports, one JSON object a line.
+
+    Return None as soon as the jail exceeds its time or its memory; the caller then ends it.
+    """
     deadline = time.monotonic() + seconds
     report = b""
     with selectors.DefaultSelector() as selector:

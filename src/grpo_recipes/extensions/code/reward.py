@@ -104,7 +104,10 @@ def read_cases(*values: Any) -> list[Case]:
 
 
 def _make_case(arguments: Any, expected: Any, name: str | None) -> Case:
-    """Return a test from its input and output: a text or lines; for a function, JSON or a list of arguments."""
+    """Return a test from its input and output: a text or lines; for a function, JSON or a list of arguments.
+
+    ``name`` is the function to call, or None for a program that reads its input from stdin.
+    """
     if name is None:
         values = (value if isinstance(value, list) else [value] for value in (arguments, expected))
         return Case(*("\n".join(map(str, value)) for value in values))
@@ -144,7 +147,7 @@ def is_expected(output: str, case: Case) -> bool:
 
 
 def _is_same_word(word: str, expected: str) -> bool:
-    """Return whether two words are equal, or decimal numbers that are almost equal."""
+    """Return whether two words are equal; if ``expected`` has a decimal point, also numbers that are almost equal."""
     if word != expected and "." in expected:
         with contextlib.suppress(ValueError):
             return math.isclose(float(word), float(expected), rel_tol=1e-6, abs_tol=1e-9)
@@ -152,7 +155,10 @@ def _is_same_word(word: str, expected: str) -> bool:
 
 
 def list_programs(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
-    """Return a program that passes a row's tests and one that fails; None if the row has no tests for Python."""
+    """Return a list with a program that passes a row's tests, and a list with one that fails.
+
+    Return None if the row has no tests for Python.
+    """
     try:
         cases = read_cases(row.get("verification_info"), row["answer"])
     except ValueError:

@@ -34,6 +34,7 @@ class SavedEnvironment(str):
     copies: Path
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Let pickle call ``_restore`` with the text and the folder of copies."""
         return _restore, (str(self), self.copies)
 
 
@@ -44,6 +45,7 @@ class Missing:
         self.reason = reason
 
     def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError with the reason."""
         raise AttributeError(self.__dict__.get("reason", name))
 
 

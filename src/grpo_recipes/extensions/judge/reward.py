@@ -91,8 +91,8 @@ def fill_template(template: str, texts: dict[str, str]) -> str:
 def read_grade(reply: str, low: float, high: float) -> float:
     """Return the grade in a judge's reply, scaled from [low, high] to [0, 1].
 
-    The grade follows the last "Grade:", or is the only number of the reply. Raise ValueError if there is none, or if it
-    is outside of the scale.
+    The grade follows the last "Grade:", or is the only number of the reply. Reasoning before ``</think>`` is ignored.
+    Raise ValueError if there is no grade, or if it is outside of the scale.
     """
     final = reply.rpartition("</think>")[2]
     numbers = re.findall(r"grade\W*?(-?\d+(?:\.\d+)?)", final, re.IGNORECASE)
@@ -107,7 +107,10 @@ def read_grade(reply: str, low: float, high: float) -> float:
 
 
 def read_preference(reply: str) -> float:
-    """Return 1 if a judge's reply prefers answer A, 0 if it prefers B, 0.5 if both are equal. Raise ValueError else."""
+    """Return 1 if a judge's reply prefers answer A, 0 if it prefers B, 0.5 if both are equal.
+
+    The last "Better:" of the reply counts, after any ``</think>``. Raise ValueError if there is none.
+    """
     final = reply.rpartition("</think>")[2]
     names = re.findall(r"better\W*(A|B|equal)\b", final, re.IGNORECASE)
     if not names:
@@ -148,14 +151,17 @@ async def _request_reply(text: str, settings: Settings) -> str:
 
 
 def compute_try_seconds(reward_timeout: float, retries: int) -> float:
-    """Return the time limit of a try, so that all tries and the client's pauses fit into 90 % of ``reward_timeout``."""
+    """Return the seconds of a try, so that ``retries`` + 1 tries and their pauses fit into 90 % of ``reward_timeout``.
+
+    If the pauses alone exceed that time, all tries together get 0.1 s.
+    """
     pauses: float = sum(min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE) for attempt in range(retries))
     return max(0.9 * reward_timeout - pauses, 0.1) / (retries + 1)
 
 
 @functools.cache
 def _make_client(base_url: str, key_variable: str | None, retries: int, reward_timeout: float) -> AsyncOpenAI:
-    """Return the client of this process for a server. It opens no connection yet.
+    """Return the client of this process for a server, with ``retries`` further tries. It opens no connection yet.
 
     Raise KeyError if the variable ``key_variable``, which has the server's key, is not set. None sends no real key.
     """

@@ -40,6 +40,7 @@ def make_rows(prompts: Prompts, template_kwargs: dict[str, Any] | None) -> Datas
     options = {"chat_template_kwargs": template_kwargs} if template_kwargs else {}
 
     def as_row(row: dict[str, Any]) -> dict[str, Any]:
+        """Return a row in TRL's format: prompt, completion, and the variables of the chat template if there are any."""
         return {"prompt": row["prompt"], "completion": [{"role": "assistant", "content": row["answer"]}], **options}
 
     return prompts.dataset.map(as_row, remove_columns=prompts.dataset.column_names)
@@ -54,6 +55,7 @@ class SFTTrainer(trl.SFTTrainer):
     def __init__(
         self, *, args: trl.SFTConfig, run_dir: Path, stop: StopRequest, max_length: int | None = None, **kwargs: Any
     ):
+        """Create the trainer; raise ConfigError if no row fits, and ValueError for LoRA with sharded weights."""
         helped: Any = self  # these helpers use only members that both trainers have
         self._stop, self._max_length, self._is_main = stop, max_length, args.process_index == 0
         self.checkpoints, self.checks = Checkpoints(helped), Checks(helped)
