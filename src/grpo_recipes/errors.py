@@ -34,6 +34,7 @@ class Problem:
             object.__setattr__(self, name, mask_and_escape(getattr(self, name)))
 
     def __str__(self) -> str:
+        """Return place, problem and fix in one line."""
         return f"{self.where}: {self.what}. Fix: {self.fix}"
 
 

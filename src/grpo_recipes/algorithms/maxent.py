@@ -158,6 +158,7 @@ def target_ratio(weights_PG: torch.Tensor, right_PG: torch.Tensor, wrong_PG: tor
     """
 
     def mean_weight(selected_PG: torch.Tensor) -> torch.Tensor:
+        """Return the mean weight of each prompt's selected completions, (P,); NaN if none is selected."""
         return weights_PG.masked_fill(~selected_PG, 0.0).sum(1) / selected_PG.sum(1)
 
     return mean_weight(right_PG) / mean_weight(wrong_PG)

@@ -229,6 +229,7 @@ class _MainParser(Parser):
         width = shutil.get_terminal_size().columns - 4 - label
 
         def entry(name: str, text: str) -> str:
+            """Return a command or option with its text, wrapped into a second column."""
             lines = textwrap.wrap(text, max(width, 20))
             return f"  {name:<{label}}" + f"\n{' ' * (label + 2)}".join(lines)
 
@@ -250,6 +251,7 @@ class _Version(argparse.Action):
     """Print the versions of this package, its main dependencies and Python, without importing them."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        """Print the versions in one line, and exit with code 0."""
         distributions = [item for name in _VERSIONS for item in importlib.metadata.distributions(name=name)]
         versions = {item.name: item.version for item in distributions} | {"Python": sys.version.split()[0]}
         print(", ".join(f"{name} {version}" for name, version in versions.items()))
@@ -285,6 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command of `grpo` and return its exit code."""
 
     def run() -> int:
+        """Parse the command line and run its command; return the exit code."""
         options = _parse_options(list(sys.argv[1:] if argv is None else argv))
         return int(options.command.run(options))
 

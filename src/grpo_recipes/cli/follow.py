@@ -316,7 +316,7 @@ def active_runs(target: Target) -> list[Run | BareJob]:
 
 
 class LogFollower:
-    """Print the last lines and then the new lines in the logs of runs, including logs of later attempts."""
+    """Print the last ``lines`` and then the new lines in the logs of runs, also of later attempts (see ``_LOGS``)."""
 
     def __init__(self, kinds: Iterable[str], lines: int):
         self._roles = [role for kind in kinds for role in _LOGS[kind]]

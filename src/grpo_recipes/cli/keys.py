@@ -67,9 +67,11 @@ def keys(options: argparse.Namespace) -> int:
     word_start = re.compile(rf"(?<![a-z0-9]){re.escape(word)}")  # "ema" does not match "schema"
 
     def sort_key(name: str) -> tuple[bool, bool]:
+        """Return a sort key: exact matches come first, then names with a word that starts as the search word."""
         return name.lower() not in exact, not word_start.search(name.lower().replace("_", " "))
 
     def mentions_word(name: str) -> bool:
+        """Return whether the name or the help has a word that starts as the search word."""
         text = f"{name} {entries[name]['help']}".lower()
         return bool(word_start.search(text) or word_start.search(text.replace("_", " ")))
 

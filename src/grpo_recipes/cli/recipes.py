@@ -59,6 +59,7 @@ def new(options: argparse.Namespace) -> int:
             raise config_error(where, "is empty", "give a file")
 
     def unwritable(error: OSError | ValueError) -> ConfigError:
+        """Return a ConfigError for a recipe file that can't be written."""
         problem = f"can't be written ({getattr(error, 'strerror', None) or error})"
         return config_error(options.file, problem, "use a file in your own folder")
 
@@ -256,6 +257,7 @@ def _format_failure(name: str, failure: ProbeCompletion) -> str:
     from grpo_recipes.rewards.probe import describe_unscored
 
     def shorten(text: str) -> str:
+        """Return a text in quotes on one line, with secrets masked, and cut if it is long."""
         text = mask_and_escape(" ".join(text.split()))
         return f"'{text}'" if len(text) <= _WIDTH else f"'{text[: _WIDTH - 1]}…'"
 

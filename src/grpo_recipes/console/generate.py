@@ -252,7 +252,7 @@ def collect_generation_settings(
 
 
 class Progress:
-    """A callback that prints the number of finished prompts, at most every 10 seconds."""
+    """A callback that prints how many of ``prompts`` are finished, at most every 10 seconds."""
 
     def __init__(self, prompts: int):
         self._prompts, self._next = prompts, time.monotonic() + _PROGRESS_SECONDS

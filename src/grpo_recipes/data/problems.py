@@ -360,6 +360,7 @@ def drop_duplicates(source: Problems, counts: Counts) -> Problems:
         return new
 
     def batches() -> Iterator[Batch]:
+        """Yield each batch without the rows that have occurred before."""
         for batch in source.batches:
             pairs = enumerate(zip(batch["prompt"], batch["answer"], strict=True))
             yield select_rows(batch, [index for index, (prompt, answer) in pairs if is_new(prompt, answer)])

@@ -152,6 +152,7 @@ class Prompts:
     """The purpose of the prompts, unless they are for training."""
 
     def __str__(self) -> str:
+        """Return one line: the title or the number of prompts, then the numbers of rows that were read and dropped."""
         title = self.title or f"{len(self.dataset)} prompts"
         first = f"{title} ({self.counts.read} read, {self.counts.too_long} dropped as longer than max_prompt_length)"
         return "; ".join([first, *self.counts.lines()])

@@ -60,6 +60,7 @@ class StoppedInBenchmarks(SystemExit):
         self.name, self.progress = name, progress
 
     def __str__(self) -> str:
+        """Return the message with the benchmark's name and its progress."""
         return f"stopped on request in benchmark {self.name}; {self.progress}"
 
 

@@ -109,6 +109,7 @@ def score_groups(
     """
 
     def groups(values: Sequence[Any]) -> list[list[Any]]:
+        """Split values into lists of ``repeats``, one for each group."""
         return [list(values[start : start + repeats]) for start in range(0, len(rewards_BR), repeats)]
 
     totals = [None if math.isnan(total) else total for total in sum_weighted_rewards(rewards_BR, weights_R).tolist()]

@@ -58,6 +58,7 @@ class Asset:
     files: Mapping[str, int] = field(default_factory=dict)  # names and sizes in bytes of fetched files
 
     def __str__(self) -> str:
+        """Return e.g. "dataset openai/gsm8k (main, train, first 100 rows)"."""
         rows = f"first {self.limit:,} rows" if self.limit else None
         details = ", ".join(part for part in (self.config, self.split, rows) if part)
         return f"{self.kind} {self.id}" + (f" ({details})" if details else "")
@@ -147,6 +148,7 @@ def _iterate_recipe_assets(recipe: Recipe) -> Iterator[Asset]:
     """
 
     def dataset(key: str, name: str | None, config: str | None, split: str | None, limit: int | None = None) -> Asset:
+        """Return a dataset that the recipe key ``key`` names; its id is empty without a name."""
         return Asset(kind=DATASET, id=name or "", config=config, split=split, limit=limit, where=recipe.source(key))
 
     model, where = recipe.model.name, recipe.source("model_name_or_path")

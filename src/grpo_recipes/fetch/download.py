@@ -208,6 +208,7 @@ def _load_rows(asset: Asset, commit: str, cache: str) -> Any:
     stream = datasets.load_dataset(asset.id, asset.config, streaming=True, **arguments)
 
     def first_rows() -> Iterator[dict[str, Any]]:
+        """Yield the first ``asset.limit`` rows."""
         yield from stream.take(asset.limit)
 
     return datasets.Dataset.from_generator(first_rows, features=stream.features, cache_dir=cache)

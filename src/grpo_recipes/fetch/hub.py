@@ -54,6 +54,7 @@ def limit_every_wait(seconds: float) -> None:
     from huggingface_hub.utils._http import default_client_factory
 
     def client_with_timeout() -> Any:
+        """Return huggingface_hub's default HTTP client with the timeout."""
         client = default_client_factory()
         client.timeout = seconds
         return client

@@ -37,6 +37,7 @@ def main() -> None:
     start_python = launch.simple_launcher
 
     def bound_store(host: str, port: int, world_size: int, is_master: bool, *args: Any, **options: Any) -> TCPStore:
+        """Return a TCPStore; on the master it listens only at ``host``, unlike torch's own, which has all addresses."""
         if is_master:
             options["master_listen_fd"] = socket.create_server((host, port)).detach()
         return TCPStore(host, port, world_size, is_master, *args, **options)

@@ -93,6 +93,7 @@ class StopSignals:
         self._messages: list[str] = []  # to be printed later, since a handler may have interrupted a print
 
     def __enter__(self) -> StopSignals:
+        """Handle the stop signals, except ignored ones; USR1 is always handled."""
         for signum in self._signals:
             # nohup and background jobs ignore signals on purpose. training.sh ignores USR1 until this line handles it.
             if signum == signal.SIGUSR1 or signal.getsignal(signum) != signal.SIG_IGN:
@@ -100,6 +101,7 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Restore the earlier handlers."""
         for signum, handler in self._old_handlers.items():
             signal.signal(signum, handler)
 
@@ -355,6 +357,7 @@ class Monitor:
         """
 
         def call() -> None:
+            """Call the hooks, and set the time of the next call."""
             self._attempt.hooks.on_progress(self._folder)
             self._next_hooks = now + max(_HOOK_SECONDS, (time.monotonic() - now) / _HOOK_SHARE)
 

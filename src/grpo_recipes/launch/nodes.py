@@ -103,6 +103,7 @@ class NodeWorkers:
         self.send(order, to, **facts)
 
         def silent_nodes() -> list[int]:
+            """Return the nodes that have not answered the order."""
             return [node for node in to if (order, node, "") not in self.reports]
 
         wait_until(lambda: not silent_nodes(), seconds, pause=0.05, stopped=lambda: not self.alive())

@@ -314,6 +314,7 @@ def _read_key(file: Path) -> bytes | None:
     """Return the key from a file that only this user can read; None if no such file appears within 10 seconds."""
 
     def read() -> bytes | None:
+        """Return the file's content; None if it is missing, or not a regular file that only this user may use."""
         with contextlib.suppress(OSError), file.open("rb") as key_file:
             status = os.fstat(key_file.fileno())
             if status.st_uid == os.getuid() and stat.S_ISREG(status.st_mode) and not status.st_mode & 0o077:
@@ -332,6 +333,7 @@ def _key_file(folder: Path) -> Iterator[tuple[Path, bytes]]:
     file, key = folder.absolute() / f"{_KEY_PREFIX}{secrets.token_hex(8)}", secrets.token_bytes(32)
 
     def to_config_error(error: OSError) -> ConfigError:
+        """Return a ConfigError for a run_root that can't be written."""
         return config_error(
             "run_root", f"cannot write in {display_path(folder)} ({error.strerror})", "set run_root: FOLDER"
         )
@@ -350,6 +352,7 @@ def _open_listener(meeting: Meeting) -> socket.socket:
     """Listen at the master address and return the socket; raise ConfigError if the address can't be used."""
 
     def to_config_error(error: OSError) -> ConfigError:
+        """Return a ConfigError for an address that can't be used."""
         fault = f"cannot listen at {meeting.endpoint} ({os.strerror(error.errno or 0)})"
         return config_error("--master-port", fault, "choose another --master-port on every node")
 

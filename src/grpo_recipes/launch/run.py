@@ -469,6 +469,7 @@ class Supervisor:
         monitor, endings = self._monitor, list[Ending]()
 
         def alive() -> bool:
+            """Return whether the process and all others run; add the ending of another process to ``endings``."""
             reap()
             if ending := monitor.tick() or processes.find_ending(self._list_running(), self._stopping()):
                 endings.append(ending)

@@ -325,6 +325,7 @@ def _check_deep(path: Path, task: str | None, flags: Sequence[str], environment:
     argv = module_command("grpo_recipes", "check", str(path), *options, *flags)
 
     def failure(reason: str) -> ConfigError:
+        """Return a ConfigError for a check that gave no result, for this reason."""
         fix = f"run grpo check --deep {display_path(path)}, and read its output"
         return config_error(display_path(path), f"grpo check --deep {reason}", fix)
 

@@ -44,6 +44,7 @@ class Batch:
     tokens: int | None = None  # most tokens of a step, prompts included; None if a length has no limit
 
     def __str__(self) -> str:
+        """Return one line: how prompts, completions, trainers and accumulated passes make up a step."""
         prompts = self.completions // self.num_generations
         tokens = f", at most {self.tokens:,} tokens" if self.tokens else ""
         rows = f"{prompts} prompts x {self.num_generations} completions = {self.completions} per step"

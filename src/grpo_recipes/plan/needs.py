@@ -40,6 +40,7 @@ class Need:
         return f"{format_gib(self.total)}{'' if self.available is None else f' of {format_gib(self.available)}'} GiB"
 
     def __str__(self) -> str:
+        """Return the size and its parts in GiB, in one line."""
         return f"{self.size}: " + ", ".join(f"{name} {format_gib(size)}" for name, size in self.parts.items())
 
 
@@ -55,4 +56,5 @@ class Disk(Need):
         return f"{self.checkpoints or '2 of an unlimited number of'} checkpoint{'' if self.checkpoints == 1 else 's'}"
 
     def __str__(self) -> str:
+        """Return the size and its parts in GiB, with the number of checkpoints."""
         return super().__str__().replace("checkpoints", self.checkpoints_text)

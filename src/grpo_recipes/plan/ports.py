@@ -250,6 +250,7 @@ def wait_until_ready(
     owner = OwnListener(host, port, lambda: root_pid)
 
     def serves() -> bool:
+        """Return whether the server serves the model ``name``."""
         return name in _list_served_models(host, port, token, owner)
 
     return _wait_for_listener(alive, owner, port, serves, "the vLLM server", timeout, " s (vllm_server_timeout)")
@@ -266,6 +267,7 @@ def wait_until_answering(alive: Callable[[], bool], root_pid: int, url: str, who
     owner = OwnListener(host, port, lambda: root_pid)
 
     def answers() -> bool:
+        """Return whether a GET of the URL is answered with status 200."""
         with contextlib.suppress(OSError, http.client.HTTPException):
             return get(host, port, parts.path or "/", {}, owner)[0] == 200
         return False

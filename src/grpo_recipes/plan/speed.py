@@ -40,6 +40,7 @@ class Speed:
     steps: int | None  # optimizer steps within the time limit
 
     def __str__(self) -> str:
+        """Return the pace in words, with the number of steps within the time limit if there is one."""
         if self.seconds is None:
             return "no earlier run in run_root with this name, model, batch, and numbers of trainers and replicas"
         pace = f"{self.seconds:.3g} s per step in {self.runs} earlier run{'s' if self.runs > 1 else ''}"

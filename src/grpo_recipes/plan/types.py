@@ -118,6 +118,7 @@ class Weighting:
     ratio: str  # weight of a correct answer relative to an incorrect one, as text, with rewards of 0 and 1
 
     def __str__(self) -> str:
+        """Return objective, temperature, beta, loss and weight of a correct answer in one line."""
         tau = "" if self.tau is None else f", tau {self.tau:g}"
         beta = "" if self.beta is None else f", maxent_beta {self.beta:g}"
         weight = f"with rewards of 0 and 1, a correct answer weighs {self.ratio} an incorrect one"

@@ -41,6 +41,7 @@ class _TimedFile(io.RawIOBase):
         self._deadline = None if timeout is None else time.monotonic() + timeout
 
     def readable(self) -> bool:
+        """Return True, as ``io.BufferedReader`` requires."""
         return True
 
     def readinto(self, buffer: memoryview) -> int | None:  # type: ignore[override]

@@ -82,6 +82,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
         self._limits = deadline, seconds, request
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        """Yield the parts of the body; raise ReadTimeout or RemoteProtocolError beyond a limit."""
         size, chunks = 0, aiter(self._stream)
         while True:
             async with _time_limit(*self._limits):

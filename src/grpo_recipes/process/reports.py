@@ -111,6 +111,7 @@ def can_connect(host: str, port: int, timeout: float = 5.0) -> bool:
     opened = threading.Event()
 
     def connect() -> None:
+        """Set ``opened`` if the connection opens; ignore errors."""
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=timeout):
             opened.set()
 

@@ -88,6 +88,7 @@ def make_scratch(environment: Mapping[str, str]) -> Scratch:
     node = node_folder(environment)
 
     def to_config_error(error: OSError) -> ConfigError:
+        """Return a ConfigError for folders that can't be created."""
         fix = "free space there, or set TMPDIR to another disk of the node"
         return config_error("TMPDIR", f"cannot create the run's folder in {node} ({error.strerror})", fix)
 

@@ -62,6 +62,7 @@ def end_all(processes: Iterable[psutil.Process], grace: float = 5.0) -> None:
     targets = list(processes)
 
     def all_ended() -> bool:
+        """Reap ended children, and return whether no target is alive."""
         reap()
         return not any(is_alive(process.pid) for process in targets)
 

@@ -119,6 +119,7 @@ def _sandbox(clock: datetime | None = None) -> ImmutableSandboxedEnvironment:
         raise TemplateError(message)
 
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        """Return a value as JSON, without Jinja's escapes for HTML."""
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     sandbox = ImmutableSandboxedEnvironment(
@@ -127,6 +128,7 @@ def _sandbox(clock: datetime | None = None) -> ImmutableSandboxedEnvironment:
     sandbox.filters["tojson"] = tojson
 
     def strftime_now(form: str) -> str:
+        """Return the time ``clock``, by default now, in the format ``form``."""
         return (clock or datetime.now()).strftime(form)
 
     sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}

@@ -380,6 +380,7 @@ class RowsConfig(GRPOConfig):
     """``GRPOConfig`` for tasks that train on rows without sampling: the batch has no groups of completions."""
 
     def __post_init__(self) -> None:
+        """Call only the method of TRL's base class, which checks the options of every trainer."""
         super(trl.GRPOConfig, self).__post_init__()  # without TRL's checks of the groups
 
 

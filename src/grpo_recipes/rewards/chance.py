@@ -79,6 +79,7 @@ class _Loader(importlib.abc.Loader):
         self._loader = loader
 
     def __getattr__(self, name: str) -> Any:
+        """Return the attribute of the module's own loader."""
         return getattr(self._loader, name)  # some packages read resources or source code through the loader
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:

@@ -79,12 +79,14 @@ def bind_keys(function: Callable[..., Any], bound_keys: Mapping[str, Any]) -> Re
 
         @functools.wraps(function)
         async def async_reward(completions: list[Any], **columns: Any) -> Any:
+            """Await the function with the keys, which override columns of the same name."""
             return await function(completions, **{**columns, **bound_keys})
 
         return async_reward  # type: ignore[return-value]
 
     @functools.wraps(function)
     def reward(completions: list[Any], **columns: Any) -> list[float | None]:
+        """Call the function with the keys, which override columns of the same name."""
         scores: list[float | None] = function(completions, **{**columns, **bound_keys})
         return scores
 

@@ -39,6 +39,7 @@ def connect(recipe: Recipe, model: str, environment: Mapping[str, str]) -> Compl
     """
 
     def at_key(error: ConfigError) -> ConfigError:
+        """Return the same problems at the recipe's line of the server's key."""
         return ConfigError(*(replace(problem, where=recipe.location(KEY)) for problem in error.problems))
 
     client = CompletionClient(
@@ -63,6 +64,7 @@ def _check_vllm_options(recipe: Recipe, client: CompletionClient) -> None:
     session = secure_session(requests.Session(), BoundedAdapter(_READY_SECONDS), client.token)
 
     def unknown_version(error: Exception) -> ConfigError:
+        """Return a ConfigError for a server that does not report its configuration."""
         problem = f"the server at {client.root} does not say how it was started ({type(error).__name__}: {error})"
         return config_error(recipe.location(KEY), problem, "name a vLLM of the version that is installed here")
 
@@ -208,6 +210,7 @@ class ExternalClient(BridgeClient):
         sampling = SamplingParameters(max_tokens=_PROBED_TOKENS, seed=self._sync)
 
         def draw() -> tuple[list[int], list[float]]:
+            """Sample once; return ids and log-probs, or raise BadAnswer if sampling failed."""
             ((outcome,),) = self._sampler.sample([prompt], 1, sampling)
             if isinstance(outcome, Failed):
                 raise self._make_bad_answer("its completions", outcome.reason)

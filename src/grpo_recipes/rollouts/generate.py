@@ -125,6 +125,7 @@ def open_completions(path: Path, rows: Sequence[Row], settings: Mapping[str, Any
     new_folders = [folder for folder in path.parents if not folder.exists()]
 
     def unwritable(error: OSError) -> Exception:
+        """Return a ConfigError for a file that can't be written."""
         return config_error(
             _OUT, f"cannot write {display_path(path)} ({error.strerror})", "choose a file that you may write"
         )

@@ -125,6 +125,7 @@ class CompletionClient:
     _ready: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        """Set ``root``; raise ConfigError for a wrong address or backend, or a number of 0 or less."""
         self.root = self.base_url.rstrip("/").removesuffix("/v1")
         parts = urlsplit(self.root)
         if parts.scheme not in ("http", "https") or not parts.netloc:

@@ -37,6 +37,7 @@ class Turn:
     """The seat of that opponent."""
 
     def __post_init__(self) -> None:
+        """Raise ConfigError if the reward is not finite or too large."""
         if problem := find_reward_problem(self.reward):
             raise config_error("environment", f"it gave the reward {problem}", f"return at most {LARGEST_REWARD:.0e}")
 

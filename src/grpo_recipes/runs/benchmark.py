@@ -43,6 +43,7 @@ def compute_numbers(run: Run) -> dict[str, Any]:
     steps, in_place = len(rows), run.plan.get("bridge") == _IN_PLACE
 
     def total(*names: str) -> float:
+        """Return the sum of these metrics over all rows, without missing values."""
         return math.fsum(drop_missing(finite_number(row.get(name)) for row in rows for name in names))
 
     step = total("seconds/update", *(["seconds/sync"] if in_place else []))

@@ -54,6 +54,7 @@ class Notice:
     serious: bool  # the run learns little or nothing, so the notice is repeated at the end
 
     def __str__(self) -> str:
+        """Return text and fix in one line."""
         return f"{self.text}. Fix: {self.fix}"
 
 
@@ -179,6 +180,7 @@ def summarize_rewards(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | No
     """
 
     def average(name: str) -> dict[str, float | None]:
+        """Return the initial and the final value of a metric, by these names."""
         first, last = average_first_and_last(drop_missing(finite_number(row.get(name)) for row in rows))
         return {f"initial_{name}": first, f"final_{name}": last}
 
@@ -211,6 +213,7 @@ class _TextValues(Facts):
         self._value = value
 
     def __missing__(self, key: str) -> str:
+        """Return a recipe key with its value, e.g. "beta (now 0.04)"."""
         value = self._value(key)
         return f"{key} (now {f'{value:g}' if isinstance(value, int | float) else value})"
 
@@ -268,6 +271,7 @@ def _make_metric_test(key: str, test: Callable[[float], bool], required: str = "
     """
 
     def is_true(row: Row) -> bool | None:
+        """Return the result of ``test`` for a row; None if a metric is missing."""
         value = finite_number(row.get(key))
         return None if value is None or finite_number(row.get(required)) is None else test(value)
 

@@ -271,6 +271,7 @@ def wait_for_end(run: Run) -> None:
     """
 
     def is_over() -> bool:
+        """Return whether the wait is over: the run has ended, or its launcher is alive or on another host."""
         if not run.is_running():
             return True
         host, pid = read_launcher(run.folder)

@@ -36,6 +36,7 @@ class StoppedOnRequest(SystemExit):
         self._state = state
 
     def __str__(self) -> str:
+        """Return the message."""
         return f"stopped on request {self._state}"
 
 

@@ -184,6 +184,7 @@ def _close_spans(
     under_way: dict[str, dict[str, Any]] = {}
 
     def close(row: dict[str, Any], end: int) -> dict[str, Any]:
+        """Return the span from a row to the time ``end``; its duration is at least 0."""
         return {"name": row["name"], "track": row["track"], "ts": row["ts"], "dur": max(0, end - row["ts"])}
 
     attempt, last_time = 0, 0

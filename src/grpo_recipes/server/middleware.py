@@ -137,6 +137,7 @@ def _add_policy_header(send: Send, policy: bytes) -> Send:
     """Return an ASGI ``send`` function that adds the optimizer step of the weights to the response headers."""
 
     async def send_with_header(message: Message) -> None:
+        """Send a message on, and add the header to the start of the response."""
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message.get("headers", ()), (_POLICY, policy)]}
         await send(message)

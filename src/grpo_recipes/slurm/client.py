@@ -175,6 +175,7 @@ class Job:
         return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD")
 
     def __str__(self) -> str:
+        """Return the state, with the reason if the job waits."""
         return f"{self.state} ({self.reason})" if self.waits and self.reason else self.state
 
 

@@ -333,6 +333,7 @@ class Preemption:
         model = self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped)
 
         def stopped(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            """Return for each row whether to stop, as transformers' stopping criterion: all or none."""
             return torch.full((len(ids),), self.stop.cuts(), device=ids.device)
 
         instance_method = vars(model).get("generate")
@@ -463,6 +464,7 @@ def capture_random_states() -> Callable[[], None]:
     device_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
     def restore() -> None:
+        """Set all random states to the captured ones."""
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
         torch.set_rng_state(cpu_state)

@@ -181,6 +181,7 @@ def _count_adapted_layers(recipe: Recipe, args: GRPOConfig, model_args: ModelCon
         model = build_without_weights(model_args, args.trust_remote_code)
 
     def add_locations(error: ConfigError) -> ConfigError:
+        """Return the same problems, each with the recipe's line of its key."""
         problems = [replace(problem, where=recipe.location(problem.where)) for problem in error.problems]
         return ConfigError(*problems)
 
@@ -254,6 +255,7 @@ def _check_rewards(
         raise ConfigError(*problems)
 
     def mean(value: float | None) -> str:
+        """Return a mean reward as text."""
         return "without a score" if value is None else f"{value:.3f}"
 
     columns = ", ".join(f"{name} ({reason})" for name, reason in left_out.items())

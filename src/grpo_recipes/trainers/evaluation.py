@@ -227,6 +227,7 @@ class CountedStream(torch.utils.data.IterableDataset[Any]):
         self.stream, self.rows = stream, 0
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield the rows, and count them in ``rows`` from 0."""
         self.rows = 0
         for row in self.stream:
             self.rows += 1

@@ -197,6 +197,7 @@ def check_adapter(model: PreTrainedModel, config: LoraConfig) -> int:
     """
 
     def layers_called(name: str) -> list[nn.Module]:  # PEFT compares with the whole path of a layer, or its end
+        """Return the layers with this whole path, or with a path that ends in it."""
         return [layer for path, layer in model.named_modules() if path == name or path.endswith(f".{name}")]
 
     kinds = {name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}

@@ -130,10 +130,12 @@ def choose_rows(totals: list[float | None], group: int, answered: int, count: in
     """
 
     def spread(start: int) -> float:
+        """Return the difference of a group's largest and smallest reward; -1 if no row has one."""
         scored = [total for total in totals[start : start + group] if total is not None]
         return max(scored) - min(scored) if scored else -1.0
 
     def reward_of(row: int) -> float:
+        """Return the reward of a row, minus infinity for an unscored one."""
         total = totals[row]
         return -math.inf if total is None else total
 
@@ -154,6 +156,7 @@ def _shorten_episode(record: dict[str, Any]) -> Any:
     longest = max(_SHORTEST_CUT, _LONGEST_EPISODE // (1 + 2 * len(record["turns"])))
 
     def shorten(value: Any) -> Any:
+        """Return a value with secrets masked and texts cut, also inside mappings and lists."""
         if isinstance(value, dict):
             return {mask_secrets(str(name)): shorten(item) for name, item in value.items()}
         if isinstance(value, list):

@@ -119,6 +119,7 @@ class ServerConnection(VLLMClient):
         kinds = (LookupError, TypeError, ValueError, AttributeError)
 
         def bad_answer(error: Exception) -> BadAnswer:
+            """Return BadAnswer with the text of the error."""
             text = str(error) if type(error) is ValueError else repr(error)
             return self._make_bad_answer(path, f"gave no usable answer: {text[:_MAX_TEXT]}")
 

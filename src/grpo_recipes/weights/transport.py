@@ -146,6 +146,7 @@ def run_in_thread(work: Callable[[], Answer]) -> Future[Answer]:
     future: Future[Answer] = Future()
 
     def run() -> None:
+        """Call ``work``, and store its result or exception in the Future."""
         try:
             future.set_result(work())
         except BaseException as error:

@@ -13,7 +13,8 @@ _COPY_BYTES = 20_000_000
 class BoundedCopy:
     """A folder with links to the files of a run, and with evenly spread rows of a long ``samples.jsonl``.
 
-    Each row of the file is read once, except after a resume, which replaces the file.
+    It is below ``copies``, and has the name of the run directory ``folder``. Each row of the file is read once, except
+    after a resume, which replaces the file.
     """
 
     def __init__(self, folder: Path, copies: Path):

@@ -52,6 +52,7 @@ class Collapse(NamedTuple):
     last_step: int
 
     def __str__(self) -> str:
+        """Return e.g. "from 0.8 at step 40 to 0.1 at step 90"."""
         start, end = (f"{format_number(reward)} at step {step:,}" for reward, step in (self[:2], self[2:]))
         return f"from {start} to {end}"
 
