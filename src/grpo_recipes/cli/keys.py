@@ -102,7 +102,7 @@ def keys(options: argparse.Namespace) -> int:
 
 
 def _print_objectives(as_json: bool) -> None:
-    """Print each objective with its keys, its line and its paper."""
+    """Print each objective with its keys, its help and its paper, as a table or as JSON."""
     if as_json:
         print(json.dumps({name: row._asdict() for name, row in NAMED_OBJECTIVES.items()}, indent=1))
         return

@@ -56,7 +56,8 @@ def launch_options(
 ) -> Options:  # fmt: skip
     """Return the options of a launch for a command line, a recipe, recipe keys and flags.
 
-    ``recipe`` and ``flags`` replace the values in ``options``. Recipes that follow (``then``) are left out.
+    ``recipe`` and ``flags`` replace the values in ``options``. Recipes that follow (``then``) are left out. ``keys``
+    are recipe keys that other flags of the command line set, and ``meeting`` is where nodes started by hand meet.
     """
     return Options(
         recipe=recipe, task=options.task, resume=options.resume, allow_changed_code=options.allow_changed_code,

@@ -85,7 +85,8 @@ def load_problems(
     """Read all problems of a benchmark, or a random sample of ``benchmark_max_problems``, in the dataset's order.
 
     ``name`` is a name in ``benchmarks()`` or a .jsonl file. The seed selects the sample, and shuffles the options of
-    multiple choice. Raise ConfigError if the benchmark can't be read or has no rows.
+    multiple choice. ``fetched`` finds downloaded hub datasets. Raise ConfigError if the benchmark can't be read or has
+    no rows.
     """
     benchmark = _make_file_benchmark(name, args) if is_file(name) else benchmarks()[name]
     source = DataSource(benchmark.id, benchmark.config, benchmark.split, benchmark.prompt, benchmark.solution, _KEYS)

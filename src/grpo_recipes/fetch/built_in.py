@@ -18,8 +18,8 @@ _POLL_SECONDS, _END_SECONDS = 0.1, 1.0
 def create_smoke_task(name: str, environment: Mapping[str, str], check_stop: Callable[[], None] = lambda: None) -> int:
     """Create the smoke task ``name`` and return the exit code of the program that creates it; 0 if the task exists.
 
-    The program prints its progress. It ends within ``_END_SECONDS`` after Ctrl-C, or if ``check_stop`` raises an
-    exception, which is called ten times per second.
+    The program has the variables ``environment``, and prints its progress. ``check_stop`` is called ten times per
+    second. The program ends within ``_END_SECONDS`` after Ctrl-C, or if ``check_stop`` raises an exception.
     """
     folder, command = smoke_command(name, os.environ)
     if (folder / "COMPLETE").exists():

@@ -197,7 +197,7 @@ def with_sources(plan: Plan, recipe: Recipe, resources: Resources, sources: Asse
         raise config_error("model_name_or_path", f"vLLM reads '{model}' as a pattern and finds no files", fix)
 
     def find_folder(name: str | None) -> str | None:
-        """Return the folder of a model that is here, else its name."""
+        """Return the folder of a model that is here, else its name; None for None."""
         return local.path if (local := sources.find_model(name)) else name
 
     reward_models = tuple(filter(None, map(find_folder, list_reward_models(recipe.rewards.funcs))))

@@ -19,7 +19,8 @@ class Source:
 
     The trainer calls the hooks on every rank in this order: ``attach`` once. Then, for each generation,
     ``start_generation``, the source itself (TRL's ``rollout_func``), ``completions``, ``annotate``,
-    ``token_advantages`` and ``finish_generation``.
+    ``token_advantages`` and ``finish_generation``. A subclass must define the methods that raise NotImplementedError
+    here.
     """
 
     records: list[dict[str, Any]]

@@ -197,7 +197,8 @@ def make_curve(
     For several runs, the curve is the mean of their smoothed lines. Behind it is the 95 % interval over the runs, cut
     at ``limits``, or each run's line if there are fewer than 5. For a single run and with ``behind``, the single values
     are behind the line, or the range of each slice if there are more than 240 rows. ``window`` is the number of
-    averaged rows, by default chosen by ``choose_window``.
+    averaged rows, by default chosen by ``choose_window``. ``Curve`` explains ``label``, ``colour``, ``kind`` and
+    ``clock``.
     """
     longest = max((table.steps for table in tables), key=len)
     parts, window = split_rows(len(longest)), window or choose_window(len(longest))

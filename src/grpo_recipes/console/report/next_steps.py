@@ -140,7 +140,10 @@ def _make_notice_card(run: RunRecord, recipe: str, notice: Notice) -> Card:
 
 
 def _change_values(value: Value, advice: _Advice, fix: str) -> str:
-    """Return flags with new values of the keys that ``fix`` names; keys without a number or with 0 have none."""
+    """Return flags that multiply the run's values of the keys in ``fix`` by the factors of ``advice``.
+
+    Keys without a factor, without a number or with 0 get no flag.
+    """
     numbers = {key: value(key) for key in advice.factors if key in fix}
     changed = {
         key: type(number)(number * advice.factors[key])
@@ -151,7 +154,10 @@ def _change_values(value: Value, advice: _Advice, fix: str) -> str:
 
 
 def _list_usual_steps(run: RunRecord, folder: str, recipe: str) -> list[Card]:
-    """Return the next steps of a completed run that shows no sign of a problem."""
+    """Return the next steps of a completed run that shows no sign of a problem.
+
+    ``folder`` and ``recipe`` are the words for them in commands.
+    """
     cards, rewards = [], run.metrics.known("reward")
     highest = max((max(row.rewards) for row in run.scored if row.rewards), default=None)
     is_solved = bool(rewards and highest and (run.outcome.last or 0.0) >= _NEAR_MAXIMUM * highest > 0)

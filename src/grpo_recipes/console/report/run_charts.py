@@ -203,7 +203,11 @@ def find_common_constants(tables: Sequence[Table], names: Sequence[str]) -> dict
 
 
 def _make_points(evals: Table, labels: Mapping[str, str], first_colour: int = 1) -> list[Curve]:
-    """Return the evaluations (``eval_NAME``) of the training metrics NAME in ``labels`` as points."""
+    """Return the evaluations (``eval_NAME``) of the training metrics NAME in ``labels`` as points.
+
+    Only the first seven metrics count, and metrics without evaluations are left out. The first metric has the colour
+    number ``first_colour``, the next one the next.
+    """
     return [
         Curve(label, evals.steps, evals.column(f"eval_{name}"), colour, "dots")
         for colour, (name, label) in enumerate([*labels.items()][:_MOST_CURVES], start=first_colour)
@@ -212,7 +216,10 @@ def _make_points(evals: Table, labels: Mapping[str, str], first_colour: int = 1)
 
 
 def _make_shared_chart(title: str, metrics: Table, labels: dict[str, str], note: str, shares: bool = False) -> Chart:
-    """Return one chart with a curve for each of the first seven columns in ``labels``, which maps columns to labels."""
+    """Return one chart with a curve for each of the first seven columns in ``labels``, which maps columns to labels.
+
+    With ``shares``, the values are fractions. ``note`` is the chart's text.
+    """
     first = enumerate(list(labels.items())[:_MOST_CURVES], start=1)
     curves = [make_curve([metrics], name, label, colour, behind=False) for colour, (name, label) in first]
     return Chart(title, curves, note, shares=shares, y_name="" if shares else "mean")

@@ -179,7 +179,10 @@ def _make_proposals(
 
 
 def _print_runs(spec: SweepSpec, trials: Sequence[Trial], sweep: sweeps.Sweep | None) -> int:
-    """Print the runs of a sweep, or the possible values of a search, and return 0; nothing is started."""
+    """Print the runs of a sweep, or the possible values of a search, and return 0; nothing is started.
+
+    ``sweep`` is the unfinished sweep that would continue, or None if a new one would start.
+    """
     lines, count = [trial.name for trial in trials], len(trials)
     if search := spec.search:
         separators = {key: " to " if key in search.spans else ", " for key in spec.axes}

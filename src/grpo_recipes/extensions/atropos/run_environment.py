@@ -147,7 +147,7 @@ class RunEnvironment(BaseEnv):
         return group, [later for _, backlog in results for later in backlog]
 
     async def register_env(self) -> None:
-        """Register at run-api as the environment does, then write its id to ``id_file`` for a later process."""
+        """Register at run-api as the environment does, print its id and write it to ``id_file`` for a later process."""
         await super().register_env()
         record_id(self.id_file, self.api_url, self.env_id)
         say(f"registered at run-api as environment {self.env_id}, {self.config.wandb_name}")

@@ -82,7 +82,7 @@ class _UserEnvironment(Environment):
         return [{"role": message["role"], "content": message["content"]} for message in observation]
 
     def _make_error(self, method: str, value: Any, part: str = "", fix: str = _EXPECTED) -> ConfigError:
-        """Return a ConfigError: the user's ``method`` returned a wrong ``value``, e.g. ``part`` "as the reward"."""
+        """Return a ConfigError: the user's ``method`` returned a wrong ``value``; ``part`` is e.g. "as the reward"."""
         text = repr(value)
         message = f"{self._name}.{method} returned {text[:100]}{'...' if len(text) > 100 else ''} {part}".rstrip()
         return config_error("environment", message, fix)

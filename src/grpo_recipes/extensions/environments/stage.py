@@ -71,8 +71,9 @@ def play_turn(
 ) -> str:  # fmt: skip
     """Send the last of ``actions`` to the environment and return its answer as JSON; without actions, reset it.
 
-    If the environment is not in this process, ``load`` it, reset it and replay the earlier actions. Raise RuntimeError
-    if their result differs from ``last_digest``. The environment is closed when the episode ends or raises.
+    If the environment of the episode ``name`` is not in this process, ``load`` it by ``spec`` and ``arguments`` (JSON),
+    reset it with ``seed`` and replay the earlier actions. Raise RuntimeError if their result differs from
+    ``last_digest``. The environment is closed when the episode ends or raises.
     """
     _close_stale(name, actions)
     episode = _LIVE.pop(name, None) or _LiveEpisode(spec, load(spec, json.loads(arguments)))

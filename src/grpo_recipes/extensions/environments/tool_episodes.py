@@ -74,7 +74,8 @@ class ToolEpisodes(Episodes):
     ) -> list[Score]:
         """Run the calls of the last turns; return a turn as JSON for each episode: its prompt, results, or the end.
 
-        Each failure of a call is a result that the policy reads. The number of failures has no limit.
+        Each failure of a call is a result that the policy reads. The number of failures has no limit: ``give_up_after``
+        is not used. Open calls are given up once ``stopped`` returns true.
         """
         calls = [self._find_calls(episode) for episode in episodes]
         requests = [

@@ -75,7 +75,7 @@ call.converts = describe.converts = lambda text: Score(text)  # type: ignore[att
 
 
 def _run(tool: str, copies: str, arguments: dict[str, Any]) -> str:
-    """Call a tool, plain or async, and return its result as text."""
+    """Call a tool, plain or async, and return its result as text; ``copies`` is the folder of the run's copies."""
     return make_text(load_object(tool, Path(copies))(**arguments))
 
 

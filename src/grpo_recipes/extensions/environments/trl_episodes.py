@@ -57,7 +57,7 @@ class TRLEpisodes(ToolEpisodes):
         """Reset the environments, or run the calls of the last turns; return a turn as JSON for each episode.
 
         If calls fail as a whole, for example by a limit, their turn is forgotten, and the policy reads the reason.
-        The number of failures has no limit.
+        The number of failures has no limit: ``give_up_after`` is not used.
         """
         calls = [self._find_calls(episode) for episode in episodes]
         asking = [index for index, episode in enumerate(episodes) if calls[index] or not episode.actions]

@@ -179,7 +179,7 @@ class Setting:
         self.keys = dict(keys)
 
     def accept(self, why: str) -> None:
-        """Accept the setting without recipe keys."""
+        """Accept the setting without recipe keys; ``why`` is the reason, for ``note``."""
         self.why = why
 
     def reject(self, problem: str, fix: str = "") -> None:
