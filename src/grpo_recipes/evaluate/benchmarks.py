@@ -432,6 +432,7 @@ class UntrainedBenchmarks(TrainerCallback):
     def __init__(
         self, trainer: SamplingTrainer, script_args: ScriptArguments, run: Path, stop_requested: Callable[[], bool]
     ) -> None:
+        """Choose the recipe's benchmarks that have scores besides pass@k; run nothing yet."""
         self._trainer = trainer
         self._names = [name for name in script_args.benchmarks if _find_scoring(name)]
         scorer = make_recipe_scorer(script_args.reward_funcs, trainer.reward_funcs, script_args, trainer.args)

@@ -57,6 +57,7 @@ class SrunChannel:
     lost_fix = "read the error of srun above, in the job's error log"
 
     def __init__(self, count: int) -> None:
+        """Store the number of nodes; start nothing yet."""
         self._count = count
         self._srun: subprocess.Popen[str] | None = None
 

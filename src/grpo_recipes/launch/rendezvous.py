@@ -75,6 +75,7 @@ class MeetingChannel:
     lost_fix = "check the output of the command on the other nodes"
 
     def __init__(self, meeting: Meeting, command: Message) -> None:
+        """Store the arguments; connect and start nothing yet."""
         self._meeting, self._command = meeting, json.loads(json.dumps(command))  # in the form that a node sends
         self._connections: dict[int, socket.socket] = {}  # by rank
         self._ended: dict[int, threading.Event] = {}  # an event is set when the connection has ended; by rank

@@ -262,6 +262,7 @@ class Supervisor:
     """Start, restart and end the processes of an attempt; the plan describes how the roles differ."""
 
     def __init__(self, attempt: Attempt, stop: StopSignals) -> None:
+        """Sort the roles of the plan, so that each comes after the roles it waits for; start nothing yet."""
         self._attempt = attempt
         self._folder = attempt.run.folder
         self._monitor = Monitor(attempt, stop)

@@ -61,6 +61,7 @@ class PhaseFile:
     """
 
     def __init__(self, run_dir: Path, rank: int):
+        """Create ``processes/`` if needed, and record the phase ``start``."""
         folder = run_dir / "processes"
         folder.mkdir(exist_ok=True)
         self._path = str(folder / f"phase_{rank}.json")

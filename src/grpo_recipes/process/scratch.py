@@ -253,6 +253,7 @@ class SegmentRecorder:
     """Record new shared-memory segments of this process's descendants in the file ``.segments`` of ``memory``."""
 
     def __init__(self, memory: Path) -> None:
+        """Take the segments that exist now as known, so that they are not recorded."""
         self._record = memory / _SEGMENT_RECORD
         self._known = set(_list_segments())  # inodes that are recorded, or belong to another program
         self._unknown: set[int] = set()  # inodes that the last check could not assign

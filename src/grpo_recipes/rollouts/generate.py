@@ -50,6 +50,7 @@ class CompletionsFile:
     """The open file of completions for a dataset's ``rows``. ``done`` contains the indices of finished prompts."""
 
     def __init__(self, path: Path, rows: Sequence[Row]) -> None:
+        """Open the file to append rows, and create it if it is missing; read no row yet."""
         self.path, self._rows = path, rows
         self._file = path.open("a+b")
         self.done: dict[int, None] = {}  # prompt numbers in the order of the file

@@ -51,6 +51,7 @@ class BestModel(TrainerCallback):
     """The best evaluation of a training, for ``load_best_model_at_end`` and ``early_stopping_patience``."""
 
     def __init__(self, trainer: InnerTrainer, run_dir: Path):
+        """Register early stopping and this callback with the trainer, as far as the keys need them."""
         args = trainer.args
         self._trainer, self._file = trainer, run_dir / BEST
         self._keeps, self._patience = args.load_best_model_at_end, args.early_stopping_patience

@@ -48,6 +48,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
     """
 
     def __init__(self, *, args: GRPOConfig, **kwargs: Any):
+        """Set the keys of the loss in ``args``, and add the controller of tau if a key sets a target."""
         if args.maxent_objective is None:
             raise ValueError("maxent_objective is not set. Fix: set maxent_objective: listwise")
         self._objective = OBJECTIVES[args.maxent_objective]

@@ -37,6 +37,7 @@ class MetricsRows:
     """
 
     def __init__(self, trainer: InnerTrainer, run_dir: Path, rank: int):
+        """Create the rank's phase file and trace; no row is begun yet."""
         self._trainer = trainer
         self._file = run_dir / "metrics.jsonl"
         self._seconds, self._syncs = dict.fromkeys(PHASES, 0.0), 0

@@ -32,6 +32,7 @@ class Teacher:
     """
 
     def __init__(self, trainer: InnerTrainer):
+        """Load the teacher, frozen and without dropout, and let DeepSpeed, FSDP or accelerate prepare it."""
         self._trainer, args = trainer, trainer.args
         kwargs = {"dtype": trainer.model.dtype, **(args.model_init_kwargs or {}), "device_map": None}
         kwargs.pop("revision", None)  # the trained model's

@@ -38,6 +38,7 @@ class ColocatedGeneration(SamplingSeeds, Generation):
     llm: "Engine"
 
     def __init__(self, *, args: GRPOConfig, run_seed: int | None, stop: StopRequest, **kwargs: Any) -> None:
+        """Start vLLM, then seed the process again: vLLM has given every rank the same fixed seed."""
         self._args, self._guards, self._run_seed, self._stop = args, args.weight_guard, run_seed, stop
         self.transfers = 0  # number of weight loads so far
         self.checksum_error: str | None = None  # why the last load failed the checksum in this process
