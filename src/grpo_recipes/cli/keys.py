@@ -38,8 +38,8 @@ _LONGEST_DEFAULT = 20  # characters of a default in a row
 def keys(options: argparse.Namespace) -> int:
     """Print the keys, variables or benchmarks with the word in their name or description, or all objectives.
 
-    Names of other tools and rejected keys are printed too, with their replacements. Raise ConfigError if nothing
-    matches, or if the word is a setting of another tool that no recipe key replaces.
+    Names of other tools and rejected keys are printed too, with their replacements. Return 0. Raise ConfigError if
+    nothing matches, or if the word is a setting of another tool that no recipe key replaces.
     """
     word = (options.word or "").lower()
     if word in ("objective", "objectives"):

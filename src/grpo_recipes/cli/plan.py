@@ -34,7 +34,7 @@ _MOST = 10_000  # upper limit of GPUs of a node, nodes, and GiB of a GPU
 def plan(options: argparse.Namespace) -> int:
     """Print the plan of a launch on this machine or another one, with estimates of memory, disk and speed.
 
-    Raise ConfigError if an option is out of its range, or if the recipe can't run on these resources.
+    Return 0. Raise ConfigError if an option is out of its range, or if the recipe can't run on these resources.
     """
     resources, gpus, gib = find_resources(os.environ), options.gpus, options.gpu_memory
     if options.nodes > 1 and gpus is None:

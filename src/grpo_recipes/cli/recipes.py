@@ -51,8 +51,8 @@ _WIDTH = 60  # longest prompt or completion to print
 def new(options: argparse.Namespace) -> int:
     """Write a recipe that trains on this machine, with a line that tells editors its schema.
 
-    A recipe of another project is translated, which may write several files. Raise ConfigError if a file exists or
-    can't be written, or if ``--from`` is a .py or .sh file.
+    A recipe of another project is translated, which may write several files. Return 0. Raise ConfigError if a file
+    exists or can't be written, or if ``--from`` is a .py or .sh file.
     """
     for where, name in (("FILE", options.file), ("--from", options.source)):
         if name == "":
@@ -113,7 +113,7 @@ def check(options: argparse.Namespace) -> int:
     """Print the notes of a recipe; raise ConfigError with all problems if it is not valid.
 
     With ``--json``, print notes and problems as JSON instead of raising, and return EXIT_CONFIG_ERROR if there are any
-    problems.
+    problems. Return 0 for a valid recipe.
     """
     with _json_report(options, notes=[], deep=[]) as report:
         recipe = chosen_recipe(options)
@@ -184,7 +184,7 @@ def check_rewards(options: argparse.Namespace) -> int:
     """Print the rewards of correct and incorrect answers; raise ConfigError if a reward can't distinguish them.
 
     Problems of the recipe and a dataset without solutions also raise ConfigError. With ``--json``, print the problems
-    and return 2 instead.
+    and return 2 instead. Return 0 without problems.
     """
     if options.rows < 1:
         raise config_error("--rows", f"expected 1 or more, got {options.rows}", f"use --rows {_ROWS}")

@@ -57,7 +57,7 @@ _TRUTH = ("true", "false")
 
 @command("Print a script that completes commands, options and keys", option("shell", choices=list(_SETUP)))
 def completion(options: argparse.Namespace) -> int:
-    """Print the completion script of a shell, generated from the commands and the catalogue of keys."""
+    """Print the completion script of a shell, generated from the commands and the catalogue of keys. Return 0."""
     loaded = {name: load_command(name) for name in commands()}
     recipes = [name for name, item in loaded.items() if item.takes_recipe]
     bare = {"|".join(recipes): "files=yaml", "keys": "words=$keys", "completion": f"words='{' '.join(_SETUP)}'"}

@@ -164,7 +164,10 @@ class Workload(dict[str, Any]):
 
     @property
     def teacher(self) -> int:
-        """Bytes of the teacher's weights on one process, in the type of the forward pass; shards as in ``weights``."""
+        """Bytes of the teacher's weights on one process, as the forward pass has them; 0 without a teacher.
+
+        They are sharded like ``weights``.
+        """
         if not (sizes := self.get("teacher")):
             return 0
         count: int = sizes["parameters"]

@@ -48,7 +48,7 @@ def is_alive(pid: int) -> bool:
 
 
 def descendants(pid: int | None = None) -> list[psutil.Process]:
-    """Return the living descendants of ``pid`` (by default of this process), without zombies."""
+    """Return the living descendants of ``pid`` (by default of this process), without zombies; [] if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return [child for child in psutil.Process(pid).children(recursive=True) if is_alive(child.pid)]
     return []

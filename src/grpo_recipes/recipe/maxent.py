@@ -127,7 +127,7 @@ def format_ratio(ratio: float) -> str:
 
 
 def _targets(recipe: Recipe) -> list[str]:
-    """Return the keys of a MaxEnt recipe that set a target for tau's controller."""
+    """Return the keys of a MaxEnt recipe that set a target for tau's controller; [] for recipes of other tasks."""
     return tau_targets(recipe.__getitem__) if task_of(recipe) == MAXENT else []
 
 

@@ -100,7 +100,7 @@ class Answer:
 
 
 def get_completion_text(completion: str | list[dict[str, Any]]) -> str:
-    """Return a completion as text: a string unchanged, or the content of the last chat message of a list."""
+    """Return a completion as text: a string unchanged, or the content of a list's last chat message, "" without one."""
     if isinstance(completion, str):
         return completion
     return str(completion[-1].get("content") or "") if completion else ""

@@ -92,7 +92,7 @@ _ADVICE = {
 def make_cards(run: RunRecord, folder: Path, notices: list[Notice]) -> list[Card]:
     """Return a card for a collapsed reward and each notice, or else the usual next steps of a completed run.
 
-    ``folder`` is the run directory in the commands.
+    A run that is not completed and has no such sign gets no card. ``folder`` is the run directory in the commands.
     """
     recipe = shlex.quote(f"{display_path(folder)}/recipe.yaml")
     if collapse := find_collapse(run):

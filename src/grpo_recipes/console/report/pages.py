@@ -118,7 +118,10 @@ def render_run_page(
 
 
 def read_filter_values(run: RunRecord) -> dict[str, list[list[Any]]]:
-    """Return the column of ``dataset_filter``, with its values, their rows and whether the run trains on them."""
+    """Return the column of ``dataset_filter``, with its values, their rows and whether the run trains on them.
+
+    Return {} if the run has recorded none.
+    """
     values = _read_prompt_counts(run).get("filter_values")
     return values if isinstance(values, dict) else {}
 

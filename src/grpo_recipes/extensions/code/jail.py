@@ -126,7 +126,8 @@ def _make_command(program: int, status: int, seconds: float, memory_bytes: int) 
 def _count_other_tasks() -> int:
     """Return the number of tasks outside of the jail that the kernel counts as the program's.
 
-    Before Linux 5.14, it counts all tasks of a user. The number of all tasks of the machine is then an upper limit.
+    This is 0 for root, and since Linux 5.14. Before, the kernel counts all tasks of a user. The number of all tasks of
+    the machine is then an upper limit.
     """
     major, minor = (int(part) for part in platform.release().split(".")[:2])
     if os.geteuid() == 0 or (major, minor) >= (5, 14):

@@ -101,7 +101,7 @@ class Environments(PromptSource):
         return [*specs, *(lookup("tools") or ())]
 
     def benchmarks(self, lookup: Lookup) -> list[str]:
-        """Return the names of the recipe's environments: their evaluation episodes can be benchmarks."""
+        """Return the names of the recipe's environments, whose evaluation episodes can be benchmarks; [] with TRL's."""
         return [] if uses_trl_environment(lookup) else [spec for spec, _, _ in list_episode_environments(lookup)]
 
     def benchmark_problem(self, name: str, where: str, lookup: Lookup) -> Problem | None:

@@ -49,7 +49,7 @@ def _find_unknown_placeholders(recipe: Recipe) -> list[str]:
 
 
 def _find_missing_placeholders(recipe: Recipe) -> list[str]:
-    """Return the required placeholders that ``judge_prompt`` lacks."""
+    """Return the required placeholders that ``judge_prompt`` lacks; [] if the recipe does not set it."""
     prompt = JudgeKeys(recipe).prompt
     required, _ = PLACEHOLDERS[JudgeKeys(recipe).mode]
     return [] if prompt is None else [name for name in required if f"{{{name}}}" not in prompt]

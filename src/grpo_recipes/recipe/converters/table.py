@@ -164,7 +164,7 @@ class Setting:
 
     @property
     def subject(self) -> str:
-        """Return the setting's name as the subject of a problem; the place of a flag is its name already."""
+        """Return the quoted name as the subject of a problem; "" for a flag, whose place is its name already."""
         return "" if self.raw.source == self.name else f"'{self.name}' "
 
     @property
