@@ -10,6 +10,7 @@ DOCS_ADDRESS ?= 127.0.0.1:8088
 RAN_TESTS := $(abspath .cache/ran-tests.txt)
 PYTEST = GRPO_RAN_TESTS=$(RAN_TESTS) $(BIN)/python -m pytest
 QUICK = -m "not slow and not soak
+SLOW = -m "slow and not soak" --durations 12
 # Without arguments, pytest need not collect the other files, which takes half a minute. tests/e2e/conftest.py marks all
 # quick tests beside it.
 ALONE_FILES = tests/e2e $$(grep -rl "mark.alone" tests --include="test_*.py" --exclude-dir=e2e)
@@ -51,10 +52,10 @@ test: setup  ## quick tests: most in four processes, then one by one those that 
 	[ -z "$$failed" ]
 
 e2e: setup  ## tests of whole runs, with a real Slurm if it is installed
-	GRPO_PRIVATE_NETWORK=1 $(PYTEST) -m "slow and not soak" $(RUNS) $(PYTEST_ARGS)
+	GRPO_PRIVATE_NETWORK=1 $(PYTEST) $(SLOW) $(RUNS) $(PYTEST_ARGS)
 
 e2e-today: setup  ## the whole runs that CI makes today: some tests have one day of six
-	GRPO_PRIVATE_NETWORK=1 GRPO_RAN_TESTS=$(RAN_TESTS) $(BIN)/python tests/today.py -m "slow and not soak" $(RUNS) $(PYTEST_ARGS)
+	GRPO_PRIVATE_NETWORK=1 GRPO_RAN_TESTS=$(RAN_TESTS) $(BIN)/python tests/today.py $(SLOW) $(RUNS) $(PYTEST_ARGS)
 
 soak: setup  ## stop and kill jobs on a real Slurm for half an hour; adds to bench/results/soak.jsonl
 	GRPO_SOAK_RESULT=$(abspath bench/results/soak.jsonl) $(BIN)/python -m pytest -m soak $(PYTEST_ARGS)

@@ -60,7 +60,7 @@ class Launch:
     def log(self, role: str) -> str:
         return self.log_path(role).read_text(errors="replace")
 
-    def wait(self, timeout: float = 300) -> int:
+    def wait(self, timeout: float = 600) -> int:
         return self.process.wait(timeout)
 
     def wait_for(self, condition: Callable[[], object], event: str, timeout: float = 400) -> None:
