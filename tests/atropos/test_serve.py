@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import requests
 import yaml
 
 pytest.importorskip("atroposlib")
@@ -508,3 +509,13 @@ def test_what_keeps_it_from_serving_ends_it_with_a_line(make_run, capsys, keys, 
     make_run(atropos_environment="arithmetic", **keys)
     assert serve.main(["0", "--api-url", "http://127.0.0.1:9/", "--server-url", "http://127.0.0.1:9"]) == code
     assert message in capsys.readouterr().out
+
+
+def test_an_api_that_stops_answering_at_the_start_ends_it_with_a_line(make_run, capsys, monkeypatch) -> None:
+    def time_out(file: Path, api_url: str) -> None:
+        raise requests.ReadTimeout("Read timed out.")
+
+    make_run(atropos_environment="arithmetic")
+    monkeypatch.setattr(serve, "disconnect_predecessor", time_out)
+    assert serve.main(["0", "--api-url", "http://127.0.0.1:9", "--server-url", "http://127.0.0.1:9"]) == 1
+    assert "run-api at http://127.0.0.1:9 does not answer: Read timed out." in capsys.readouterr().out

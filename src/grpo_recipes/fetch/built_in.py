@@ -21,7 +21,7 @@ def create_smoke_task(name: str, environment: Mapping[str, str], check_stop: Cal
     The program has the variables ``environment``, and prints its progress. ``check_stop`` is called ten times per
     second. The program ends within ``_END_SECONDS`` after Ctrl-C, or if ``check_stop`` raises an exception.
     """
-    folder, command = smoke_command(name, os.environ)
+    folder, command = smoke_command(name, environment)
     if (folder / "COMPLETE").exists():
         return 0
     say(f"creating the smoke model and data in {display_path(folder)} (once, about a minute)")

@@ -90,7 +90,7 @@ def _start_server(
     variables = {
         **base_environment(environment),
         **run_environment(environment, scratch, folder, name),
-        **server_environment(resources.device, None, os.environ),
+        **server_environment(resources.device, None, environment),
         "CUDA_VISIBLE_DEVICES": ",".join(resources.gpus[:parallel]),
     }
     argv = server_command(recipe, model, name, LOOPBACK, port, resources.device)

@@ -24,6 +24,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import requests
 from atroposlib.envs.base import BaseEnv
 from pydantic import BaseModel, ValidationError
 from tenacity import RetryError
@@ -95,8 +96,9 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         say(str(error))
         return EXIT_CONFIG_ERROR
-    except RetryError as error:  # raised after three requests to run-api
-        say(f"run-api at {api} does not answer: {error.last_attempt.exception()}")
+    except (requests.RequestException, RetryError) as error:  # RetryError after three requests to run-api
+        reason = error.last_attempt.exception() if isinstance(error, RetryError) else error
+        say(f"run-api at {api} does not answer: {reason}")
         return 1
     return 0
 
