@@ -36,10 +36,11 @@ _LONGEST_DEFAULT = 20  # characters of a default in a row
     ),
 )
 def keys(options: argparse.Namespace) -> int:
-    """Print the keys, variables or benchmarks with the word in their name or description, or all objectives.
+    """Print the recipe keys whose name or help has the word, or all of them without a word.
 
-    Names of other tools and rejected keys are printed too, with their replacements. Return 0. Raise ConfigError if
-    nothing matches, or if the word is a setting of another tool that no recipe key replaces.
+    ``--env`` prints variables instead, ``--benchmarks`` prints benchmarks, and the word "objectives" all objectives.
+    With a word, settings of other tools and rejected keys are printed too, with their replacements. Return 0. Raise
+    ConfigError if nothing matches, or if the word is a setting of another tool that no recipe key replaces.
     """
     word = (options.word or "").lower()
     if word in ("objective", "objectives"):

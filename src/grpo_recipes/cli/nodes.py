@@ -87,8 +87,9 @@ def read_nodes(options: argparse.Namespace, job: SlurmJob | None) -> NodeFlags:
 def reject_other_launchers(command: str, environment: Mapping[str, str]) -> None:
     """Raise a ConfigError if torchrun, or mpirun with several processes, has started this launch.
 
-    accelerate starts several processes by torchrun, too. torchrun is rejected even with one process. The fix is
-    ``command``, which ends with the flag for the number of training processes of a node.
+    torchrun is rejected even with one process. `accelerate launch` with several processes counts as torchrun, because
+    it sets the same variables. The error's fix is to run ``command`` directly: it ends with the flag for the training
+    processes of a node, and the error adds their number.
     """
     if "TORCHELASTIC_RUN_ID" in environment:
         launcher, count = "torchrun", int(environment.get("LOCAL_WORLD_SIZE", "1"))

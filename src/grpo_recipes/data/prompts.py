@@ -293,7 +293,10 @@ def _load_held_out(
 
 
 def _load_all(source: DataSource, args: ScriptArguments, renderer: Renderer, counts: Counts) -> Dataset:
-    """Load all problems of a generated dataset. Raise ConfigError if one is too long: the order must not shift."""
+    """Return all problems of a generated dataset, and count them in ``counts``.
+
+    Raise ConfigError if a prompt is too long, because the problems after a dropped one would move.
+    """
     candidates = make_problems(load_rows(source, args), source, args, counts)
     dataset = _drop_too_long(candidates, renderer, args, counts, None)
     if counts.too_long:

@@ -289,8 +289,9 @@ class Monitor:
     def tick(self) -> Ending | None:
         """Print progress and run all checks that are due; return an ending, or None if the run continues.
 
-        The ending names a stalled rank or server, or a server that must be restarted with a newer model. Raise
-        StoppedAtOnce if the attempt must end at once. Callers call this several times per second.
+        An ending means that a rank or the server has stalled, or that the server must restart to load a newer model.
+        Near the time limit, request a stop with a requeue. Pass a requested stop on to the workers of other nodes.
+        Raise StoppedAtOnce if the attempt must end at once. Must be called several times per second.
         """
         self.print_progress()
         now = time.monotonic()

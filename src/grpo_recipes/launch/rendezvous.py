@@ -155,7 +155,10 @@ class MeetingChannel:
             return sorted(set(range(1, meeting.nodes)) - self._connections.keys())
 
         def all_connected() -> bool:
-            """Return whether all have connected; print a reminder if one is due, and raise the error of a rank."""
+            """Return whether all other nodes have connected. If not, print a reminder every minute.
+
+            Raise the ConfigError if a node was started with another command.
+            """
             nonlocal reminder
             if not (missing := missing_ranks()):
                 return True

@@ -326,9 +326,8 @@ class Supervisor:
     def _groups_to_restart(self, lost: Process) -> list[Group]:
         """Return the running groups that are restarted for a lost process, in the order of the plan.
 
-        They are the group of its role, and for ``restart with trainers`` also the trainers and their companions
-        (``with_trainers``). Trainers restart from the newest checkpoint, so processes that remember their later state
-        restart, too.
+        These are the group of its role and, for ``restart with trainers``, also the trainers and their companions
+        (``with_trainers``): processes that remember later state than the checkpoint from which trainers restart.
         """
         with_trainers = lost.on_loss == "restart with trainers"
         running = ((group, group.process) for group in self._list_running())
@@ -399,7 +398,8 @@ class Supervisor:
     def _start_role(self, role: str) -> Group:
         """Start the processes of a role on their nodes and return them as a group.
 
-        For a server, first write a new token and the state "starting".
+        For a server, first write a new token to every node's token file, and the state "starting" to the run directory.
+        If another process listens on its port, the server moves to another port. Raise ConfigError if the user set it.
         """
         attempt = self._attempt
         if self._planned[role][0].ready == "serving":

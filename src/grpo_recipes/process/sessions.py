@@ -104,7 +104,7 @@ def _make_bounded_pool(pool: Any, owner: OwnListener | None) -> Any:
         response_class = TimedResponse
 
         def connect(self) -> None:
-            """Connect, and close the connection again if another process listens."""
+            """Connect. With ``owner``, close the connection and raise an error if a process outside the run listens."""
             with contextlib.ExitStack() as close_on_error:
                 close_on_error.callback(self.close)
                 with owner.connecting() if owner else contextlib.nullcontext():

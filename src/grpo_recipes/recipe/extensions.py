@@ -1,9 +1,9 @@
 """The registry of extensions: folders and packages that add keys, rules, processes, commands and rollout sources.
 
 The core asks this registry and never imports an extension. An extension is a folder under ``extensions/``, the folder
-``console/``, or an installed package with an entry point in the group ``grpo_recipes.extensions``. Its package holds
-one object, ``EXTENSION``, whose texts ``module:name`` are imported when they are first needed, because `grpo check`
-has half a second:
+``console/``, or an installed package with an entry point in the group ``grpo_recipes.extensions``. Each has one object,
+``EXTENSION``, that names its parts as texts ``module:name``. A part is imported when it is first needed, so that
+`grpo check` takes less than half a second:
 
     EXTENSION = Extension("dice", keys="dice.keys:DiceArguments", rollouts="dice.rollouts:DiceRollouts")
 """

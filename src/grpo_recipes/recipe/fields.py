@@ -22,7 +22,7 @@ FIELD_LIMITS: dict[dataclasses.Field[Any], dict[str, Any]] = {}
 
 
 def key(default: Any, help: str, choices: list[str] | None = None, **limits: float) -> Any:
-    """Return a dataclass field for a recipe key with its help line, choices and limits (``FIELD_LIMITS``)."""
+    """Return a dataclass field with a recipe key's help line and choices, and store its limits in ``FIELD_LIMITS``."""
     metadata: dict[str, Any] = {"help": help, "choices": choices} if choices else {"help": help}
     value: dict[str, Any] = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     field = dataclasses.field(**value, metadata=metadata)

@@ -49,8 +49,9 @@ def weight_ratio(recipe: Recipe, tau: float | None = None) -> float:
     """Return the weight of a right answer divided by the weight of a wrong answer, for rewards of 0 and 1.
 
     Half of the group is right. All completions have max_completion_length and the same probability under the reference.
-    ``tau`` is by default the temperature at the start, or the temperature that reaches maxent_target_ratio. The result
-    is infinite if there is no temperature.
+    ``tau`` is the temperature of the weights, by default the recipe's at the start. If the recipe sets
+    maxent_target_ratio and ``tau`` is None, return that ratio. Return infinity if wrong answers have no weight, and for
+    an objective without tau.
     """
     if tau is None and _target(recipe) == [_RATIO]:
         return float(recipe[_RATIO])

@@ -1,9 +1,9 @@
 """Decide the task of a run: GRPO, MaxEnt-GRPO, or the task of an extension. No torch.
 
-``--task``, ``MAXENT`` or ``TRAIN_ENTRYPOINT`` can request a task. Without them, a recipe that sets ``maxent_objective``
-is a MaxEnt recipe. ``with_task`` decides once: afterwards, a recipe is a MaxEnt recipe if and only if it sets the
-objective, so the frozen recipe of a run contains its task. ``task: NAME`` selects the task of an extension, which the
-variables do not change.
+``task: NAME`` in the recipe selects the task of an extension. Otherwise ``--task``, ``MAXENT`` or ``TRAIN_ENTRYPOINT``
+can request GRPO or MaxEnt. Without a request, a recipe that sets ``maxent_objective`` is a MaxEnt recipe, and any other
+a GRPO recipe. ``with_task`` applies a request: for MaxEnt, it adds an objective if there is none. For GRPO, an
+objective in the recipe is a problem. So the frozen recipe of a run contains its task.
 """
 
 import contextlib

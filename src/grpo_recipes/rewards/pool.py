@@ -1,6 +1,6 @@
 """Call rewards in child processes with limits: a call that hangs, dies or fills the memory costs a single score.
 
-The pool sends rows to child processes, and replaces a child that exceeds a limit. ``child`` has the protocol.
+A child that exceeds a limit is replaced. The pool is created with all its rewards, and ``score`` calls one of them:
 
     from grpo_recipes.rewards.pool import RewardPool
 

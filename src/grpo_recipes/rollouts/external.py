@@ -157,10 +157,10 @@ class ExternalClient(BridgeClient):
     def generate(  # type: ignore[override]  # TRL passes the sampling parameters by name
         self, prompts: list[Any], features: Any = None, n: int = 1, **kwargs: Any
     ) -> dict[str, list[Any]]:
-        """Generate as TRL's client does, with one request per completion.
+        """Sample ``n`` completions of each prompt, one request each; return the same columns as TRL's client.
 
-        A missing completion becomes a placeholder of one token and is True in ``failed``. Raise ServerError for
-        images, and BadAnswer if all completions are missing.
+        A missing completion becomes a placeholder of one token and is True in ``failed``. ``features`` are the prompts'
+        images: raise ServerError unless it is None. Raise BadAnswer if all completions are missing.
         """
         if features is not None:
             raise ServerError("images can't be sent to an external server")

@@ -72,9 +72,10 @@ class Renderer:
 
     @cached_property
     def _rendered_turn(self) -> tuple[Tokens, int]:
-        """The tokens of a dummy turn in the template, up to its end token, and the end token.
+        """(tokens, end token): a dummy conversation up to and including the token that ends the policy's turn.
 
-        Raise ConfigError if sampling does not stop at a token that the template writes after a turn.
+        If the template writes nothing after a turn, the end token is the tokenizer's, and the tokens do not have it.
+        Raise ConfigError if the template writes tokens after a turn, but sampling stops at none of them.
         """
         turn, other_turn = self._render(DUMMY, False), self._render(_OTHER, False)
         tail = _find_common_end(turn, other_turn)  # the tokens after the text

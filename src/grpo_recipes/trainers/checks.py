@@ -92,8 +92,9 @@ class Checks:
     def check_server(self, output: dict[str, Any], synced: bool) -> None:
         """Raise ``WeightsDiffer`` on every rank unless the server sampled this ``output`` with the trainer's weights.
 
-        ``synced`` tells whether weights were sent for it. Check nothing without ``weight_guard``, or without a sync
-        since the last check that could compare log-probs.
+        The checks are the checksum of the last transfer, and ``measure_logprob_difference``. ``synced`` tells whether
+        weights were sent for this output. If not, check only if no batch since the last sync could compare log-probs.
+        Check nothing without ``weight_guard``.
         """
         trainer = self._trainer
         if not (trainer.rollouts.guarded and (synced or self._unproven)):
@@ -113,9 +114,11 @@ class Checks:
     def measure_logprob_difference(self, output: dict[str, Any]) -> float | None:
         """Return the mean |trainer - server| log-prob of the sampled tokens over all ranks.
 
-        NaN if the server scored none of them, None if there are none or an evaluation has its own sampling settings. 0
-        if the recipe truncates the distribution, which can't be compared. Raise ``NotFinite`` if the trainer's
-        log-probs are not finite.
+        If ``rollouts.probes``, sample a new completion from the server, and compare its tokens instead. Otherwise,
+        return None in an evaluation with its own sampling settings, and 0 if the recipe truncates the distribution
+        (e.g. ``top_p``), so that log-probs can't be compared. Return None also if the batch has no trained token from
+        the current weights, and NaN if the server gave no log-prob for any such token. Raise ``NotFinite`` if the
+        trainer's log-probs are not finite.
         """
         trainer = self._trainer
         if trainer.rollouts.probes:
@@ -137,9 +140,11 @@ class Checks:
         return describe_logprob_error(trainer.rollouts.bridge, difference or 0.0, choose_logprob_tolerance(trainer))
 
     def _measure_probe_difference(self) -> float | None:
-        """Return the mean |trainer - server| log-prob of a completion of the last prompt, sampled at temperature 1.
+        """Sample a completion from the server for this check; return its mean |trainer - server| log-prob.
 
-        NaN and None as in ``measure_logprob_difference``. Before the first prompt, the end token is the prompt.
+        The completion has temperature 1. Its prompt is the first prompt of the last checked batch, or the end token
+        before the first check. Used if ``rollouts.probes``. NaN, None and ``NotFinite`` as in
+        ``measure_logprob_difference``.
         """
         trainer = self._trainer
         prompt = self._prompt or [trainer.processing_class.eos_token_id]

@@ -264,7 +264,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
     ) -> torch.Tensor:
-        """Score: return the rewards of all ranks, (B, rewards), with NaN in the whole row of an unscored completion."""
+        """Return all ranks' rewards of the completions, (B, rewards); an unscored completion's whole row is NaN."""
         if self.dynamic_sampling is not None and (scored_BR := self.dynamic_sampling.take_rewards()) is not None:
             self.rewards_BR = scored_BR
             return scored_BR

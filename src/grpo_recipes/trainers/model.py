@@ -227,9 +227,10 @@ def reject_shards(accelerator: Accelerator) -> None:
 
 
 def merge_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each parameter's name in the base model and its value, with the adapter merged into it.
+    """Yield (name in the base model, value) of each parameter, with the adapter merged into a copy of the value.
 
-    TRL merges in place and subtracts the adapter again. Rounding then moves the base model with every transfer.
+    The model is unchanged. TRL merges into the model and subtracts the adapter again, so that rounding changes the
+    base model with every transfer.
     """
     layers = {f"{name}.base_layer.weight": layer for name, layer in _find_adapted_layers(model).items()}
     for name, parameter in model.named_parameters():

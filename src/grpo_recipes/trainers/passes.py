@@ -75,8 +75,8 @@ def compute_in_trimmed_passes(
 def group_rows(lengths: Sequence[int], most: float, padding_free: bool = False) -> list[list[int]]:
     """Return the row indices of each pass, for rows with these lengths, longest first.
 
-    With padding, a pass has at most ``most`` tokens, and at most ``MOST_FED`` per real token. ``padding_free`` counts
-    only real tokens. A row that is longer than ``most`` has its own pass.
+    A pass has at most ``most`` tokens, padding included, and at most ``MOST_FED`` times its tokens without padding.
+    With ``padding_free``, passes have no padding. A row that is longer than ``most`` has its own pass.
     """
     groups: list[list[int]] = []
     real_tokens = 0

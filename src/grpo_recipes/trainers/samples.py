@@ -71,11 +71,12 @@ def _measure_length(trainer: InnerTrainer, completion_ids: list[list[int]], row:
 def _record_tokens(
     trainer: InnerTrainer, completion_ids: list[list[int]], output: dict[str, Any], row: int
 ) -> dict[str, Any]:
-    """Return ``token_view`` with the first 512 tokens of a completion: their text, lengths, advantages and log-probs.
+    """Return ``{"token_view": {...}}``, the entry of a sample that describes its first 512 tokens.
 
-    All are strings: ``text`` is joined, ``lengths`` are each token's characters, and ``advantages`` are runs of equal
-    values, such as "40:0.5 12:-", with a hyphen for tokens that are not trained. Return {} for an empty completion, a
-    row of another rank, and a text with a secret, because its tokens can't be masked.
+    The values are strings: ``text`` of all these tokens, ``lengths`` ("4 1", the characters of each token),
+    ``advantages`` ("40:0.5 12:-", 40 tokens with 0.5, then 12 untrained tokens) and the sampler's ``logprobs``, if it
+    returned any. Return {} for an empty completion, a row of another rank, and a text with a secret, because its
+    tokens can't be masked.
     """
     tokenizer, ids = trainer._tokenizer, completion_ids[row] if row < len(completion_ids) else []
     if not ids or contains_secret(tokenizer.decode(ids)):

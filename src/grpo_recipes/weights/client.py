@@ -480,7 +480,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
     def _wait_for_queue(self, completions: int, futures: Sequence[Future[Any]]) -> None:
         """Wait until the engine has ``completions`` unfinished completions, or one of ``futures`` is done.
 
-        A paused engine counts them too. Raise ServerLost after the time limit of a request.
+        Completions that wait in a paused engine count too. Raise ServerLost after ``server_request_timeout``.
         """
 
         def queued() -> bool:

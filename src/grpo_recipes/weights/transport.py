@@ -1,13 +1,13 @@
 """Send one HTTP request to the vLLM server, and classify its failures: lost server, late, or bad answer.
 
-``check_completions`` validates the completions of an answer. ``secure_session`` mounts the adapter and adds the
-token, and ``server_listener`` finds the process that may answer::
+``ServerAdapter`` raises ServerLost, ServerLate or BadAnswer. ``check_completions`` validates the completions of an
+answer. The adapter is used in a session of requests, with a time limit of 600 seconds here::
 
     from grpo_recipes.process.sessions import secure_session
     from grpo_recipes.runs.server_state import server_listener
 
     adapter = ServerAdapter(600.0, owner=server_listener(state_file, url))
-    secure_session(session, adapter, token)
+    session = secure_session(requests.Session(), adapter, token)
 """
 
 import contextlib

@@ -167,9 +167,10 @@ class Clock:
 
 
 def make_clock(tables: Sequence[Table], window: int) -> Clock:
-    """Return the clock of the runs of a group, from one table of metrics per run: means over the runs.
+    """Return the mean elapsed minutes and trained tokens of a group's runs at each point of the curves.
 
-    ``window`` is the number of steps over which the page's curves are smoothed at first.
+    Charts use them as horizontal axes instead of steps. ``tables`` has one table of metrics per run. ``window`` is the
+    number of steps over which the page's curves are smoothed at first.
     """
     longest = max((table.steps for table in tables), key=len)
     ends = [part.stop - 1 if part.start else 0 for part in split_rows(len(longest))]

@@ -286,7 +286,7 @@ def format_table(sweep: Sweep, results: Sequence[Result]) -> str:
             )
             steps = f"{outcome.steps:,.0f}"
         cells = (*(result.values[key] for key in keys), result.status, steps, rewards, evaluation)
-        rows.append((*cells, *(_format_measures(result.run) if measures else ())))
+        rows.append((*cells, *(_read_measures(result.run) if measures else ())))
     lines = [*align_columns(rows), *([_MEASURES_NOTE] if measures else [])]
     if SEED in keys:
         groups = group_results(sweep, results)
@@ -301,10 +301,11 @@ def format_table(sweep: Sweep, results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def _format_measures(run: RunRecord | None) -> list[str]:
-    """Return four table cells of a run: seconds per update and per weight sync, memory in GB, checkpoint size in MB.
+def _read_measures(run: RunRecord | None) -> list[str]:
+    """Read the metrics and the newest checkpoint in a run's folder, and return four table cells.
 
-    An unknown value is a dash. If ``run`` is None or has no steps, all cells are dashes.
+    They are seconds per update, seconds per weight sync, memory in GB and checkpoint size in MB. An unknown value is a
+    dash. If ``run`` is None or has no steps, nothing is read and all cells are dashes.
     """
     if run is None or not run.outcome.steps:
         return [NOTHING] * len(_MEASURES)

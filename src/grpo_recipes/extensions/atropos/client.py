@@ -87,8 +87,9 @@ class AtroposClient:
     """A client of the run-api at ``url``, for one thread.
 
     Attributes:
-        counts: numbers of batches and groups that came; of groups that were rejected, too old ("stale") or without a
-            policy version; and of batches that run-api may have lost, or that another client took ("stolen").
+        counts: totals by name. "batches" and "groups" were received. Some of these groups are "rejected", too old
+            ("stale"), or without a policy version ("unknown_version"). Batches that did not come are "lost_batches"
+            if run-api may have lost them, and "stolen_batches" if another client took them.
         last_seen: ``time.monotonic()`` of the last group of each environment, by ``env_id``.
         seconds: duration of the last request to each path.
     """
@@ -158,9 +159,9 @@ class AtroposClient:
     def register(self, registration: Registration | Mapping[str, Any]) -> int:
         """Register this training with a run-api that is not in use; return the uuid that run-api assigns.
 
-        Then request a batch once, because environments can join only after that, and keep it for ``next_batch``. Raise
-        AtroposError if a field is missing, run-api does not answer within the timeout, or it has another registration.
-        Raise WaitAborted if the run stops.
+        After the registration, request a batch once, because environments can join only after a request. A batch that
+        comes is stored for ``next_batch``. Raise AtroposError if a field is missing, run-api does not answer within the
+        timeout, or it has another registration. Raise WaitAborted if the run stops.
         """
         requested = Registration.from_mapping(registration)
         self._connect()

@@ -307,7 +307,10 @@ def join_parts(groups: Sequence[Group], size: int) -> tuple[list[Group], list[Gr
 
 
 def _choose_parts(parts: Sequence[Group], size: int) -> list[int]:
-    """Return indices of parts with ``size`` trajectories in total: the first, then each that fits; [] if too few."""
+    """Choose parts in order, each that still fits, until they have ``size`` trajectories; return their indices.
+
+    Return [] if the chosen parts have fewer trajectories in total.
+    """
     chosen: list[int] = []
     for index, part in enumerate(parts):
         if len(part.tokens) <= size:

@@ -100,8 +100,8 @@ class AtroposRollouts(Source):
     def attach(self, trainer: SamplingTrainer) -> None:
         """Wrap the trainer's weight sync: it first sends the optimizer step, which the server adds to its answers.
 
-        Also tell the server's client whether environments outside of the launch may send requests at any time. Then the
-        client never pauses the engine. Do nothing without vLLM.
+        Also tell the server's client whether environments outside of the launch may send requests at any time. If so,
+        a generation does not pause the engine while its requests arrive. Do nothing without vLLM.
         """
         if not trainer.use_vllm:
             return

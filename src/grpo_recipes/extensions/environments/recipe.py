@@ -1,4 +1,4 @@
-"""Read the environments of a recipe: their names, arguments and fractions, and the length of an episode.
+"""Read a recipe's environments: names, arguments, fractions, model opponents, and the maximum tokens of a turn.
 
 list_episode_environments(recipe.__getitem__)  # [("textarena:Nim-v0", {}, 1.0)]
 """

@@ -59,7 +59,7 @@ class Iterations(LossCallback):
         self._write_iterations(args, state)
 
     def loss(self, trainer: InnerTrainer, compute: Compute, model: Any, rows: dict[str, Any]) -> torch.Tensor:
-        """Return the training loss; add its policy-gradient term, averaged over ranks, as the metric ``loss_pg``."""
+        """Return the training loss. Log its policy-gradient term, averaged over ranks, as the metric ``loss_pg``."""
         loss, term = trainer.loss_and_policy_gradient_term(compute, model, rows)
         # TRL averages metrics over the micro-batches of a step and sums their losses.
         scaled = trainer.accelerator.gather(term.detach() * trainer.current_gradient_accumulation_steps)

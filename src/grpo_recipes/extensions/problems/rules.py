@@ -1,4 +1,7 @@
-"""Rules of generated problems: separate seeds for training and evaluations, and keys that allow enough problems."""
+"""Rules of the keys of generated problems.
+
+Training and evaluations must use different seeds, and the ``modebench_*`` keys must allow enough different problems.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

@@ -107,9 +107,10 @@ def other_rewards(judging: bool) -> dict[str, str]:
 
 
 def reward_fix(name: str) -> str:
-    """Return the fix, as text for the user, for a name in ``reward_funcs`` that is not a reward.
+    """Return the fix of the error about an unknown reward ``name`` in ``reward_funcs``, for example "write accuracy".
 
-    It is the reward with that meaning or a similar name, else the reason why there is none, or how to name a function.
+    The fix is our reward with the same meaning or a similar name. Without one, it is to remove a reward of another
+    project that has no equivalent, or to write a function as ``file.py:function``.
     """
     if close := reward_names().get(name) or nearest_of(name, rewards()):
         return f"write {close}"

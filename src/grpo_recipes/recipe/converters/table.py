@@ -284,7 +284,11 @@ def read_file(path: Path) -> Any:
 
 
 def _row(entry: dict[str, Any]) -> Row:
-    """Return the row of an entry: ``key`` is short for ``sets``, and a value may name a value of that key."""
+    """Return the row of a table's entry, with its short forms expanded.
+
+    ``key: lr`` means ``sets: {lr: "{value}"}``. Together with it, ``values: {low: 0.1}`` means
+    ``values: {low: {lr: 0.1}}``.
+    """
     entry = dict(entry)
     key, default, values = entry.pop("key", ""), entry.pop("default", None), entry.pop("values", {})
     return Row(
