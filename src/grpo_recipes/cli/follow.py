@@ -260,7 +260,7 @@ def group_lines(group: RunGroup, jobs: dict[str, Job] | None) -> list[str]:
 
 
 def _find_write_time(entry: Run | RunGroup) -> float:
-    """Return the Unix time of the last write to the summary of a run or its trials, or of its start; 0 if gone."""
+    """Return the Unix time of the last write to the summary (or else record) of a run or group, or its trials; or 0."""
     summaries = entry.folder.glob(f"{rundir.CELLS}/*/summary.json")
     trials = [path.stat().st_mtime for path in summaries]
     record = entry.record_file if isinstance(entry, RunGroup) else "run.json"

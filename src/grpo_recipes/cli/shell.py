@@ -82,7 +82,7 @@ def completion(options: argparse.Namespace) -> int:
 
 
 def _choices(commands: dict[str, Command]) -> dict[str, tuple[str, ...]]:
-    """Return the choices of each option and recipe key that has choices, by its flag. Options hide equal keys."""
+    """Return a mapping from flag to choices, for options and recipe keys that have choices; options come first."""
     choices: dict[str, tuple[str, ...]] = {}
     for names, settings in itertools.chain(*(item.all_options() for item in commands.values())):
         choices |= {name: tuple(settings["choices"]) for name in names if name[0] == "-" and "choices" in settings}

@@ -117,7 +117,8 @@ def make_renderer(template: str | None, tokenizer: PreTrainedTokenizerBase, kwar
 def tokenize_on_all_cores() -> Iterator[None]:
     """Let the tokenizer use a thread per core inside the block, because the other ranks and the GPUs wait for it.
 
-    Processes of a run have TOKENIZERS_PARALLELISM=false, so that a fork never finds such threads. It is set again.
+    Processes of a run have TOKENIZERS_PARALLELISM=false, so that a fork never finds such threads. The variable is true
+    in the block, and restored after it.
     """
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "true"

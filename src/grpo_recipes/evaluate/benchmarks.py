@@ -400,7 +400,7 @@ class Runner:
         return bool(read_json(self._settings_file).get(name) == json.loads(json.dumps(self._collect_settings(name))))
 
     def _collect_settings(self, name: str) -> dict[str, Any]:
-        """Return the step and all settings that change a benchmark's result. A changed one makes it run again."""
+        """Return the step and all settings that change a benchmark's result. If one changes, the benchmark is rerun."""
         args, file = self.args, Path(os.path.expanduser(name))
         data = _find_generated_data(name)
         return {

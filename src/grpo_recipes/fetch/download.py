@@ -134,7 +134,8 @@ def choose_files(sizes: Mapping[str, int], code: bool = False) -> list[str]:
 def _fetch_model(asset: Asset) -> Asset:
     """Download the files of a model to the hub client's cache, and return the asset with its path and files.
 
-    Raise ConfigError if the repository has no model files, or the disk has too little space.
+    Ctrl-C during the download ends the process at once. Raise ConfigError if the repository has no model files, or the
+    disk has too little space.
     """
     info = _repository_info(asset, files_metadata=True)
     names = choose_files({file.rfilename: file.size or 0 for file in info.siblings or []}, asset.code)

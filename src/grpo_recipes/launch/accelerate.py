@@ -43,7 +43,10 @@ def main() -> None:
         return TCPStore(host, port, world_size, is_master, *args, **options)
 
     def run_script(args: argparse.Namespace) -> None:
-        """Run the script with accelerate's variables; if torch's libraries read one of them, in another process."""
+        """Set accelerate's variables, and run the script in this process.
+
+        If torch's libraries have already read one of the changed variables, start the script in another process.
+        """
         _, environment = prepare_simple_launcher_cmd_env(args)
         changed = [name for name, value in environment.items() if os.environ.get(name) != value]
         if any(name.startswith(_READ_ON_IMPORT) for name in changed):

@@ -303,7 +303,8 @@ def finish_attempt(
 def _print_ending(attempt: Attempt, outcome: Outcome, summary: Mapping[str, Any], fix: str) -> None:
     """Print four lines: status and cause, rewards, model, and the command that comes next.
 
-    ``fix`` is the advice on a failed run. A resume command follows it, unless the advice contains one.
+    For a completed run, first call ``on_model`` of the hooks, which may publish the model. ``fix`` is the advice on a
+    failed run. A resume command follows the advice, unless it contains one.
     """
     folder, cause = attempt.run.folder, summary["cause"] or ""
     status = outcome.final_status

@@ -62,7 +62,10 @@ class SrunChannel:
         self._srun: subprocess.Popen[str] | None = None
 
     def start(self, environment: Mapping[str, str], folder: Path, on_line: OnLine) -> None:
-        """Start a worker on every node; raise ConfigError outside the first node, or if srun is not installed."""
+        """Start a worker on every node with srun, and a thread that calls ``on_line`` with each line that they print.
+
+        Raise ConfigError outside the first node, or if srun is not installed.
+        """
         if environment.get("SLURM_NODEID") != "0" or environment.get("SLURM_PROCID", "0") != "0":
             problem = "this is not the first node: a job on several nodes is launched once, on its first node"
             raise config_error("SLURM_NODEID", problem, "submit training.sh with sbatch")

@@ -153,7 +153,7 @@ class Child(StartedProcess):
         return State(alive, record.get("pid"), record.get("exit"), lost, ranks)
 
     def end(self) -> None:
-        """End the command and all descendants by SIGTERM, then SIGKILL after 3 s; kill the guard if it runs 15 s on."""
+        """End the command and all descendants by SIGTERM, after 3 s by SIGKILL; after 15 s more, kill the guard."""
         # If the guard was killed, its children are orphans, which this process has adopted.
         orphans = [child for child in tree.descendants() if child.pid in self._watched]
         parents = [self.guard_pid, *(orphan.pid for orphan in orphans)]
@@ -174,10 +174,10 @@ class Child(StartedProcess):
         return read_code()
 
     def _find_lost(self) -> Ending | None:
-        """Return the end of the watched process that is gone, or None; otherwise watch new engines of vLLM.
+        """Return how the first watched process that is gone ended, or None if none is gone.
 
-        Watched are the command and, for a server, its vLLM engines. If an engine and the command are gone, the engine
-        is blamed unless a signal ended the command.
+        Watched are the command and, for a server, its vLLM engines: each call adds new ones. If an engine and the
+        command are gone, the engine is blamed unless a signal ended the command.
         """
         command, label = rundir.read_json(self._record).get("pid"), self.process.label + self._node_suffix
         gone = [pid for pid in self._watched if not tree.is_alive(pid)]

@@ -88,6 +88,8 @@ class MeetingChannel:
     def start(self, environment: Mapping[str, str], folder: Path, on_line: OnLine) -> None:
         """Start the worker of this node, and wait until the workers of all other nodes have connected.
 
+        During the wait, ``folder`` has a file with a key that the other nodes must read.
+
         ``on_line`` gets each line that a worker reports. Raise ConfigError if a node does not connect within
         ``meeting.limit`` seconds or was started with another command, or if the port or the folder of the key can't be
         used.

@@ -206,7 +206,7 @@ def _print_dry_run(options: resolve.Options, resources: Resources) -> int:
 def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
     """Run the processes of an attempt and return how they ended; no exception is raised for a failure.
 
-    At the end, no process and no scratch folder of the run is left, also on other nodes. Signals are ignored then.
+    At the end, no process and no scratch folder of the run is left, also on other nodes. The clean-up ignores signals.
     """
     ending = Ending(1, "the launcher failed")
     try:
@@ -278,7 +278,7 @@ class Supervisor:
         self._planned = {role: members for role, members in planned.items() if members}
 
     def run(self) -> Ending:
-        """Start the processes, restart lost ones, and return how the run ended. Others may still run afterwards."""
+        """Start the processes, restart lost ones, and return how the run ended; other processes may still run then."""
         become_subreaper()
         monitor = self._monitor
         while True:

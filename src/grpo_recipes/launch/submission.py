@@ -241,7 +241,7 @@ def submit_run(submission: Submission, profile: Profile, after: int | None = Non
 
 
 def submit_script(folder: Path, text: str, after: int | None = None) -> int:
-    """Write ``job.sh`` to a folder, submit it from the working folder, and return its job id.
+    """Create the log folders, write ``job.sh`` to ``folder``, submit it from the working folder; return its job id.
 
     The job waits for the success of the job ``after``. Raise ConfigError if the file cannot be written or sbatch fails.
     """

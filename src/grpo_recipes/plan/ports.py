@@ -180,9 +180,10 @@ def reserve_port(port: int) -> bool:
     """Reserve a port by binding a socket to it until this process ends; return whether the port was free or is ours.
 
     A run's processes listen on their ports only seconds after the choice. Until then, and between two servers, the
-    socket keeps other launches away. It binds without SO_REUSEADDR, which fails if any process is bound there, and with
-    it only if closed connections of an earlier run block the port. Then it allows SO_REUSEADDR, with which the run's
-    own processes bind. Lock files would not be safe: another user could create them in advance.
+    socket keeps other launches away. The socket is bound without SO_REUSEADDR, so that this fails if any process has
+    the port. Only if closed connections of an earlier run block the port, the socket is bound with SO_REUSEADDR. The
+    bound socket gets SO_REUSEADDR in any case, because the run's own processes bind with it. Lock files would not be
+    safe: another user could create them in advance.
     """
     if port in _RESERVED:
         return True

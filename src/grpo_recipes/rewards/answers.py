@@ -177,9 +177,9 @@ def extract_reference_answer(gold: str) -> str:
 def is_correct(text: str, gold: str, matching: str) -> bool:
     """Return whether the text in the last ``<answer>…</answer>`` of a completion equals the reference solution.
 
-    If ``matching`` is ``strict``, the text must be that of ``gold``, except for white space around it. If it is
-    ``normalized``, it is compared by ``is_same_answer`` with the last box in ``gold``, or with ``gold`` without a box.
-    Return False without an answer tag.
+    With the ``matching`` ``strict``, the text must equal ``gold``, except for white space around both. With
+    ``normalized``, ``is_same_answer`` compares the text with the last box in ``gold``, or with all of ``gold`` if it
+    has no box. Return False without an answer tag.
     """
     answer = extract_last_answer(text)
     if answer is None:

@@ -176,9 +176,10 @@ class IsolatedReward(RewardWrapper):
         self._watch = watch
 
     def _score_batch(self, rows: int, columns: dict[str, Any]) -> list[Score]:
-        """Score the rows in the pool and return their scores in order; record scores that a limit decided.
+        """Score the rows in the pool's child processes and return their scores in order.
 
-        Equal rows share a call, and recorded scores are reused. ``rows`` is the number of rows.
+        Equal rows share a call. Scores that a limit decided are written to the run's file of such scores, and reused.
+        ``rows`` is the number of rows.
         """
         plain = {name: values for name, values in columns.items() if name not in LIVE_OBJECTS}
         arguments = select_columns(plain, self.pool.accepted[self.spec])

@@ -195,10 +195,10 @@ class RewardPool:
         return [self.scores.get(row, Score(None, NOT_CALLED)) for row in range(len(completions))]
 
     def _take_next_rows(self, child: _Child, reward: str) -> list[int]:
-        """Choose the next rows for a child, remove them from the open rows, and return them; [] if none is for it.
+        """Choose the next rows for a child, remove them from the open rows, and return them; [] if all are for others.
 
-        The speed of the reward decides their number. It is 1 for a first call, and for a row that may be at fault or
-        has calls to repeat. Near the end it is smaller, so that all children end at about the same time.
+        The number of rows depends on the speed of the reward. It is 1 for a first call, and for a row that may be at
+        fault or has calls to repeat. It falls near the end, so that all children end at about the same time.
         """
         most_rows = 2 * self._concurrency if reward in self.async_rewards else self._paces[reward].rows
         if reward not in child.called:

@@ -443,9 +443,9 @@ def _list_answers(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
 
 
 def _compare_means(tries: list[ProbeCompletion], formats: Sequence[str]) -> tuple[float, float | None, float | None]:
-    """Return the absolute difference between the mean rewards of right and wrong completions, and both in this order.
+    """Return (|right - wrong|, right, wrong), where right and wrong are the mean rewards of such completions.
 
-    Only completions in these formats count. Without scores, a mean is None and the difference is -1.
+    Only completions in these formats count. A mean without scores is None, and the difference is then -1.
     """
     scored = [
         (completion.right, completion.value)

@@ -261,9 +261,9 @@ class VllmRollouts(Rollouts):
 
     @contextmanager
     def resending_weights(self) -> Iterator[None]:
-        """After the block, restore the number of the loaded step, so that the next generation sends the weights again.
+        """After the block, reset the recorded step of vLLM's weights to its value before the block.
 
-        Also let vLLM sleep if sleep mode is on.
+        The next generation then sends the weights again. Also let vLLM sleep after the block if sleep mode is on.
         """
         loaded_step = self._trainer.loaded_step
         try:

@@ -172,10 +172,10 @@ class OverlappedRollouts(AheadRollouts):
     def generate(self, draw: Callable[[], tuple[list[Tokens], Any]]) -> tuple[list[Tokens], Any]:
         """Return the completions of this generation, and let the server start to sample the next generation.
 
-        ``draw`` is TRL's sampler, with new weights sent first. The generation that was sampled ahead answers its
-        request if the prompts are the same. Otherwise the server samples now. ``draw`` is called only after the pending
-        generation is complete, so the server is idle while it receives weights. In an evaluation, ``draw`` is called
-        and nothing is sampled ahead.
+        ``draw`` is TRL's sampler, with new weights sent first. Its request is answered by the generation that was
+        sampled ahead, if the prompts are the same, or else by the server, which samples now. ``draw`` is called only
+        after the pending generation is complete, so the server is idle while it receives weights. In an evaluation,
+        ``draw`` is called and nothing is sampled ahead.
         """
         self._wait_for_pending()
         if not self._trainer.model.training:

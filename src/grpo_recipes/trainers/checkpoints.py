@@ -392,7 +392,7 @@ def _format_settings(facts: dict[str, Any]) -> str:
 def collecting_digests(folder: Path) -> Iterator[dict[str, str]]:
     """Yield a dict of digests by file name, to which each ``torch.save`` below ``folder`` in the block adds its file.
 
-    After the block, files that were changed since their ``torch.save`` are removed from it. Reading the files again
+    After the block, the dict loses files that were changed since their ``torch.save``. Reading the files again
     would cost several times as much. transformers and accelerate call ``torch.save`` in many places, so the function
     itself is replaced. torch's CRC-32 is turned off: it takes longer than the digest, and ``torch.load`` never checks
     it.

@@ -242,9 +242,10 @@ def _check_rewards(
 ) -> list[str]:
     """Call each reward with right and wrong answers to these rows, and return a line with its means.
 
-    The lines come from the cache if rows, keys and reward files are unchanged. ``left_out`` has the columns that
-    rewards do not get, with the reasons. The first line lists them. Raise ConfigError if a reward fails, if no reward
-    distinguishes right from wrong answers, and for the other problems of ``find_problems``.
+    If rows, keys and reward files are unchanged, the lines come from a cache file. Otherwise they are written to it.
+    ``left_out`` has the columns that rewards do not get, with the reasons. The first line lists them. Raise ConfigError
+    if a reward fails, if no reward distinguishes right from wrong answers, and for the other problems of
+    ``find_problems``.
     """
     file = _get_result_file(recipe, rows, environment)
     with contextlib.suppress(OSError, ValueError):

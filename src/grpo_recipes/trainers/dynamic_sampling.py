@@ -92,8 +92,8 @@ class DynamicSampling:
     def replace_groups(self, prompts: list[Any], generated: Columns, generate: Generate) -> None:
         """Replace groups of equal rewards in this rank's ``prompts`` and columns, in place. Called by every rank.
 
-        ``generated`` are the columns that TRL's ``generate`` returned for ``prompts``. ``take_rewards`` then returns
-        the rewards of the result.
+        The new groups are sampled and scored here. ``generated`` are the columns that TRL's ``generate`` returned for
+        ``prompts``. Afterwards, ``take_rewards`` returns the rewards of all groups. Log ``dynamic_sampling/*``.
         """
         trainer, size = self._trainer, self._trainer.num_generations
         groups = len(prompts) * trainer.accelerator.num_processes // size

@@ -61,7 +61,7 @@ class Evaluation:
         return "other" if prefix == "eval" else prefix.removeprefix("eval_")  # "eval" is the default prefix
 
     def read_earlier_metrics(self) -> None:
-        """Read the metrics that an earlier attempt wrote for this step into ``earlier_metrics``, by set.
+        """Read an earlier attempt's rows of this step from ``eval.jsonl`` into ``earlier_metrics``, by set.
 
         Only the trainer's own sets count, which are then not evaluated again. Called by every rank.
         """

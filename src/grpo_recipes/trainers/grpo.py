@@ -243,7 +243,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return output
 
     def _generate(self, prompts: list[Any]) -> Any:
-        """Generate as in TRL. If a source sampled, rewards get its messages, and log-probs use its temperatures."""
+        """Generate as in TRL, and replace groups of equal rewards. Return a source's messages instead of texts."""
         generated = super()._generate(prompts)
         if self.dynamic_sampling is not None and self.model.training:
             self.dynamic_sampling.replace_groups(prompts, generated, super()._generate)

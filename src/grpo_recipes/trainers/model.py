@@ -103,10 +103,10 @@ def configured_reference(args: GRPOConfig) -> Iterator[None]:
 
 @contextmanager
 def loaded_by_every_rank(args: GRPOConfig, frozen: bool = False) -> Iterator[None]:
-    """In the block, turn off FSDP's efficient loading if ``frozen``, or if the recipe has a reference or a teacher.
+    """In the block, turn off FSDP's efficient loading, an environment variable, if a frozen model is loaded there.
 
-    ``frozen`` tells whether the block loads a frozen model. With efficient loading only rank 0 reads weights from
-    disk, and FSDP2 never sends a frozen model to the other ranks.
+    With efficient loading only rank 0 reads weights from disk, and FSDP2 never sends a frozen model to the other ranks.
+    ``frozen`` tells that the block loads a frozen model. A reference and a teacher in the recipe are frozen too.
     """
     name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
     setting = os.environ.get(name)

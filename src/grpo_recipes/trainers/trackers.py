@@ -21,7 +21,7 @@ _KEY_LENGTH, _SWANLAB_LENGTH = 32, 21  # characters of the ids that Comet and Sw
 
 
 def continue_tracked_runs(args: GRPOConfig, run_dir: Path) -> None:
-    """Set the variables with which MLflow, SwanLab and Comet continue this run. Exported variables stay.
+    """Set the environment variables with which MLflow, SwanLab and Comet continue this run. Exported ones stay.
 
     Trackio continues a run by its name, so ``args.run_name`` of a trial becomes SWEEP-TRIAL. Also make the folders
     of trackers next to the run. Call this before the trainer is built.

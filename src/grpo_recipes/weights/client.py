@@ -147,10 +147,10 @@ class BridgeClient(SamplingSeeds, ServerConnection):
     # --- connection and requests -----------------------------------------------------------------------------------
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 0.5) -> None:
-        """Set token and limits of the session, then wait for the run's own server, at most ``total_timeout`` seconds.
+        """Read the token file, set token and limits of the session, and wait for the run's own server.
 
-        With 0 seconds, try once. Raise ServerError if no server answers in time, or at once if it serves another run's
-        model. Raise GenerationAborted if the run stops.
+        Wait at most ``total_timeout`` seconds; with 0, try once. Raise ServerError if no server answers in time, or at
+        once if it serves another run's model. Raise GenerationAborted if the run stops.
         """
         token = Path(os.environ["GRPO_TOKEN_FILE"]).read_text().strip()
         self.base_url = read_server_url(self._state_file) or self.base_url
@@ -238,7 +238,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         return state == "ready"
 
     def _prepare_next_server(self) -> None:
-        """Wait for the next server, resend the last weights, and empty its cache. Raise WeightsDiffer for others."""
+        """Wait for the next server, resend the last weights, empty its cache. Raise WeightsDiffer if they differ."""
         self._wait_for_server(self._adopt_ready_server)
         if self._sync:
             self._resend()
@@ -341,9 +341,9 @@ class BridgeClient(SamplingSeeds, ServerConnection):
             self._served_version = self.policy_version
 
     def _empty_prefix_cache(self, version: int | None) -> None:
-        """Empty the cache as TRL does, and send the version. If a running request uses the cache, recompute it.
+        """Let the server empty its prefix cache, and send it the weights' policy version unless that is None.
 
-        Raise BadAnswer if the server does not empty it.
+        If running requests prevent that, let the server restart these requests. Raise BadAnswer if that fails too.
         """
         paths = (self.cache_path, f"{self.cache_path}?reset_running_requests=true")
         headers = {} if version is None else {POLICY_HEADER: str(version)}
@@ -495,9 +495,9 @@ class BridgeClient(SamplingSeeds, ServerConnection):
     def _generate_unless_stopping(
         self, sample: Callable[[], dict[str, Any]], prompts: Sequence[Any], n: int
     ) -> dict[str, list[Any]]:
-        """Return the result of ``sample``. If the run stops, abort it and return placeholders of one token.
+        """Return the result of ``sample``. If the run stops, abort its requests and return placeholders of one token.
 
-        Other ranks wait for the completions.
+        Other ranks wait for the result in both cases. ``sample`` is repeated after a restart of the server.
         """
         if not self.is_stopping():
             answer = run_in_thread(partial(self._repeat_through_restarts, sample))

@@ -33,9 +33,10 @@ class Engine(LLM):
             self._row_seeds = None
 
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> Any:
-        """Generate as vLLM does. Inside ``seeding_rows``, parameters without a seed get one for each prompt.
+        """Generate as vLLM does. A stop request (``abort_when``) ends the batch early.
 
-        The prefix cache is then emptied first. A stop request (``abort_when``) ends the batch early.
+        Inside ``seeding_rows``, each prompt gets its own seed if ``sampling_params`` has none, and the prefix cache is
+        emptied first.
         """
         if self._row_seeds and isinstance(sampling_params, SamplingParams) and sampling_params.seed is None:
             rows = [sampling_params.clone() for _ in prompts]

@@ -287,9 +287,9 @@ def submit_array(
     max_parallel: int | None,
     environment: Mapping[str, str],
 ) -> int:
-    """Submit the trials ``indices`` as one Slurm array job, and return its id.
+    """Write a batch script for the trials ``indices``, submit it as one Slurm array job, and return the job's id.
 
-    The id is also recorded in ``sweep.json`` and in the run directories. At most ``max_parallel`` tasks run at the same
+    The id is also written to ``sweep.json`` and to the run directories. At most ``max_parallel`` tasks run at the same
     time; None sets no limit.
     """
     name, array = profile.job_name or str(sweep.record["name"]), format_array_indices(indices, max_parallel)

@@ -180,9 +180,9 @@ def record_id(file: Path, api_url: str, env_id: int) -> None:
 def disconnect_predecessor(file: Path, api_url: str) -> None:
     """Disconnect the environment that ``file`` records from run-api, and remove the file.
 
-    Do nothing without a record, or if run-api has restarted since, because it does not know the environment then.
-    Otherwise, run-api counts a dead environment as connected, and waits for its min_allocation of each batch. Raise
-    requests.RequestException if run-api does not answer; an answer with an error is only printed.
+    Do nothing without a record, or if run-api has restarted since, because a new run-api does not know the environment.
+    Without this call, run-api counts a dead environment as connected, and waits for its min_allocation of each batch.
+    Raise requests.RequestException if run-api does not answer; an answer with an error is only printed.
     """
     record = load_json_mapping(file) or {}
     if "env_id" not in record or not record.items() >= _identify_api(api_url).items():

@@ -31,7 +31,7 @@ CONVERTERS = (VERL,)
 def whole_groups(setting: Setting, settings: Settings) -> None:
     """Convert verl's train_batch_size, in sequences, to prompts_per_step; reject it if not a multiple of ``n``.
 
-    ``n`` is verl's number of completions per prompt. Do nothing if it is invalid, because it reports its own problem.
+    ``n`` is verl's number of completions per prompt. Do nothing if ``n`` is invalid, which is reported separately.
     """
     size = setting.number
     group = whole_number(settings.values.get(_GROUP, catalogue()["num_generations"]["default"]))

@@ -12,9 +12,10 @@ _MORE_SECONDS = 2.0  # that a request may take next to the program's time
 
 
 def run_on_piston(url: str, source: str, text: str, seconds: float) -> str | None:
-    """Run a program on Piston with ``text`` as its input; return its output, or None if it failed.
+    """Run a Python program on the Piston server at ``url``; return its output, or None if the program failed.
 
-    ``seconds`` limits its time. Raise an error if the service gives no result.
+    ``source`` is the program and ``text`` its input. ``seconds`` limits its time. Raise an error if the server gives no
+    result.
     """
     request = {
         "language": "python", "version": "*", "files": [{"content": source}], "stdin": text,

@@ -29,7 +29,7 @@ CONVERTERS = (FileConverter(Path(__file__).with_suffix(".yaml"), __name__, is_co
 def whole_groups(setting: Setting, settings: Settings) -> None:
     """Convert batch_size, in completions, to prompts_per_step; reject it if not a multiple of num_generations.
 
-    Do nothing if num_generations is invalid, because it reports its own problem.
+    Do nothing if num_generations is invalid, which is reported separately.
     """
     size, group = setting.number, whole_number(settings.key("num_generations"))
     if not group:

@@ -209,9 +209,10 @@ class Episodes(Source):
     def _sample_turns(
         self, model: str, episodes: list[Episode], most_rows: int, name: str, trainer: SamplingTrainer
     ) -> None:
-        """Sample the next turn of these episodes with ``model`` and add it to them; add an empty turn if it is "".
+        """Sample the next turn of each of these episodes with ``model``, and append the turns to the episodes.
 
-        Every rank must call this. ``most_rows`` is the largest number of episodes on a rank.
+        If ``model`` is "", append empty turns without sampling. Every rank must call this. ``most_rows`` is the largest
+        number of episodes on a rank.
         """
         if not model:
             for episode in episodes:
@@ -260,8 +261,9 @@ class Episodes(Source):
     ) -> list[Score]:
         """Call the child processes; return each environment's answer to the last action: JSON of a turn, or a failure.
 
-        A call that exceeded a time or memory limit before is not repeated: its recorded failure is returned. The calls
-        end early after more than ``give_up_after`` failures (None: no limit), or once ``stopped`` returns true.
+        A call that exceeds a time or memory limit is recorded in a file of the run, and never repeated: its recorded
+        failure is returned. The calls end early after more than ``give_up_after`` failures (None: no limit), or once
+        ``stopped`` returns true.
         """
         columns: dict[str, list[Any]] = {
             "environment": [self._specs.get(episode.spec, episode.spec) for episode in episodes],

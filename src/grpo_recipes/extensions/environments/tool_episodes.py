@@ -110,7 +110,8 @@ class ToolEpisodes(Episodes):
     def _run_calls(self, calls: Sequence[tuple[Episode, int, Call]], stopped: Callable[[], bool]) -> list[Score]:
         """Run calls of episodes, each with its position in the turn; return their results, or the reasons of failures.
 
-        A call that exceeded a limit in an earlier attempt of the run is not repeated.
+        A call with a problem is not run: the problem is its reason. A call that exceeds a limit is recorded in a file
+        of the run, and never repeated.
         """
         names = [f"{self._name}/{episode.row}/{len(episode.actions)}/{position}" for episode, position, _ in calls]
         keys = [

@@ -92,9 +92,9 @@ def make_text(result: Any) -> str:
 
 
 def make_results_turn(results: Sequence[tuple[str, Score]], unfinished: str = "") -> Turn:
-    """Return a turn with a message for each result, by the name of its tool; it is the end if there are none.
+    """Return a turn with a message for each of ``results``, pairs of a tool's name and its result.
 
-    ``unfinished`` is not empty if a limit ended the episode.
+    Without results, the turn is the episode's last, unless a limit ended the episode (``unfinished`` is not empty).
     """
     messages = [
         {"role": "tool", "name": name, "content": f"Error: {score.reason}" if score.reason else str(score.value)}

@@ -120,9 +120,9 @@ def read_preference(reply: str) -> float:
 
 
 async def _request_reply(text: str, settings: Settings) -> str:
-    """Return the judge's reply to a message, from the cache if it has this request; else store it there.
+    """Return the judge's reply to a message, from the cache folder if it has this request, else from the server.
 
-    Raise the client's error if the server gives no reply.
+    A new reply is stored in the cache folder. Raise the client's error if the server gives no reply.
     """
     messages = [{"role": "user", "content": text}]
     request: dict[str, Any] = {

@@ -333,7 +333,7 @@ def _server_answers(url: str) -> bool:
 
 
 def _find_earlier_run(folder: Path, config: DictConfig) -> str | None:
-    """Return the run directory in a folder with the last name, to resume it; None if there is none.
+    """Return the newest run directory in a folder, the last by name, to resume it; None if there is none.
 
     Raise ConfigError if the folder has a ``.hydra/config.yaml`` that can't be read or differs from ``config``; keys
     that only affect a launch may differ.
