@@ -282,7 +282,10 @@ def _find_write_time(entry: Run | RunGroup) -> float:
     *(switch(f"--{name}", help=text) for name, (_, text) in merged("logs").items()),
 )
 def logs(options: argparse.Namespace) -> int:
-    """Print logs, or with ``-f`` follow them; return 0, 130 after Ctrl-C. ConfigError without a log and ``-f``."""
+    """Print logs, or with ``-f`` follow them; return 0, or 130 after Ctrl-C.
+
+    Raise ConfigError if there is no log yet and ``-f`` is not given.
+    """
     if options.lines < 0:
         raise config_error("--lines", f"expected 0 or more, got {options.lines}", "use --lines 50")
     target = find_target(options.which)

@@ -133,7 +133,7 @@ def eval(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    """Sample and score the completions, and write and print the results.
+    """Sample and score the completions, and write and print the results. Set the hub's variables in ``os.environ``.
 
     Return 0, 1 if completions are missing or the server did not start, or 130 after Ctrl-C. Raise ConfigError before
     sampling if the model, dataset, rewards or sampling options do not work together. Later, raise it if the server at

@@ -231,7 +231,10 @@ def _optimizer(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _scheduler(recipe: Recipe) -> Iterator[Problem]:
-    """Yield a problem for each argument that the scheduler needs and ``lr_scheduler_kwargs`` lacks, or has twice."""
+    """Yield a problem for each argument that the scheduler needs, but that ``lr_scheduler_kwargs`` lacks.
+
+    For some schedulers, exactly one of two arguments must be given; none or both are a problem too.
+    """
     kind, kwargs = recipe.optimizer.lr_scheduler_type, recipe.optimizer.lr_scheduler_kwargs or {}
     known = passed_catalogue()["lr_scheduler_kwargs"][kind]
     key = "lr_scheduler_kwargs" if kwargs else "lr_scheduler_type"

@@ -293,7 +293,7 @@ def probe_reward(
 def _score_completions(
     reward: Reward, prepared: Sequence[tuple[dict[str, Any], ProbeCompletion]], most_missing: float
 ) -> list[ProbeCompletion]:
-    """Score 40 completions, then as many more as the reward can score in 10 seconds; return the scored completions.
+    """Score 40 completions, then 40 more or as many as fit into 10 seconds in all; return the scored completions.
 
     If the reward gave up during the first 40, because more than the fraction ``most_missing`` of its calls failed, no
     more are scored.

@@ -96,7 +96,7 @@ class Trace:
         return int((seconds + self._epoch) * 1e6)
 
     def _write(self, row: bytes) -> None:
-        """Append a row to the process's file, or keep it for ``open``. After a failed write, drop all rows."""
+        """Append a row to the process's file, or keep it for ``open``. After a failed write, drop all later rows."""
         if self._run_dir is None:
             self._waiting.append(row)
             return

@@ -87,7 +87,7 @@ def make_group(label: str, runs: Sequence[RunRecord], number: int) -> Group:
 
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
-    """Return groups of runs that differ only in their seed; runs with equal recipe and seed become separate groups.
+    """Return groups of runs that differ only in their seed. If two of them have the same seed, each run is a group.
 
     Recipe keys that do not change the training (``BOOKKEEPING_KEYS``) are ignored. The label of a group is the name of
     its first run, its folder's name or its path: the first of these that is unique for all groups, without the words

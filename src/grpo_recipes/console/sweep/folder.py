@@ -220,8 +220,8 @@ def find_sweep(root: Path, name: str) -> Sweep:
 def find_unfinished_sweep(spec: SweepSpec, trials: Sequence[Trial], elsewhere: Sequence[Path]) -> Sweep | None:
     """Return the newest unfinished sweep with the same hash (``hash_sweep``), or None if there is none.
 
-    Search the sweeps in the recipe's run_root, then in the run_roots ``elsewhere``. If it is a search with Optuna, its
-    number of trials is changed to the number in ``spec``.
+    Search the sweeps in the recipe's run_root, then in the run_roots ``elsewhere``. The returned
+    sweep of a search with Optuna has the number of trials in ``spec``; its file is not changed.
     """
     same, roots = hash_sweep(spec, trials), [get_sweep_root(trials[0].recipe), *(root / FOLDER for root in elsewhere)]
     for sweep in (sweep for root in roots for sweep in Sweep.list_all(root) if sweep.record["fingerprint"] == same):

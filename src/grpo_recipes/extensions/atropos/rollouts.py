@@ -98,10 +98,11 @@ class AtroposRollouts(Source):
         self._labels: set[str] = set()  # all environments that have sent groups
 
     def attach(self, trainer: SamplingTrainer) -> None:
-        """Wrap the trainer's weight sync: it first sends the optimizer step, which the server adds to its answers.
+        """Wrap the trainer's weight sync: it first stores the optimizer step in the server's client.
 
-        Also tell the server's client whether environments outside of the launch may send requests at any time. If so,
-        a generation does not pause the engine while its requests arrive. Do nothing without vLLM.
+        The client sends the step at the end of the sync, and the server adds it to its answers. Also tell the client
+        whether environments outside of the launch may send requests at any time. If so, a generation does not pause
+        the engine while its requests arrive. Do nothing without vLLM.
         """
         if not trainer.use_vllm:
             return
@@ -111,10 +112,10 @@ class AtroposRollouts(Source):
             generation.vllm_client.expect_other_clients("run-api" not in roles)
 
         def add_policy_version(sync: Callable[[], None]) -> Callable[[], None]:
-            """Return a weight sync that first tells the server the optimizer step of the weights."""
+            """Return a weight sync that first stores the optimizer step of the weights in the client."""
 
             def sync_weights() -> None:
-                """Send the step, then the weights."""
+                """Store the step, then sync the weights."""
                 if trainer.accelerator.is_main_process:
                     generation.vllm_client.set_policy_version(trainer.state.global_step)
                 sync()

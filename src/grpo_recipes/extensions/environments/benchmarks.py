@@ -79,11 +79,12 @@ def _format_completion(episode: Episode) -> str:
 
 
 def play_benchmark(source: Any, runner: Any, name: str, rows: list[dict[str, Any]]) -> None:
-    """Play the evaluation episodes of the environment ``name`` in chunks; save a row per seed and add it to ``rows``.
+    """Play the evaluation episodes of the environment ``name`` in chunks.
 
-    ``source`` is the run's Episodes, and ``runner`` runs its benchmarks. Every rank calls this. Rank 0 runs the
-    environments. If only rank 0 can sample (``only_main_rank_samples``), it also samples every turn. Raise
-    StoppedInBenchmarks if the run is asked to stop.
+    A row per seed is appended to the benchmark's file and, without the completions, to ``rows``. ``source`` is the
+    run's Episodes, and ``runner`` runs its benchmarks. Every rank calls this. Rank 0 runs the environments. If only
+    rank 0 can sample (``only_main_rank_samples``), it also samples every turn. Raise StoppedInBenchmarks if the run is
+    asked to stop.
     """
     trainer, rollouts = runner.trainer, runner.trainer.rollouts
     sampling = Sampling(1, runner.args.benchmark_temperature, source.turn_tokens)

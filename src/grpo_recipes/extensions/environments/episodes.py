@@ -48,6 +48,8 @@ class Episodes(Source):
     def __init__(self, script_args: ScriptArguments, args: GRPOConfig, run_dir: Path):
         """Start the child processes that run the environments; ``run_dir`` has copies of the user's code.
 
+        Also silence a warning of TRL by an environment variable.
+
         Raise RewardFailed if a child process can't load its code.
         """
         os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL warns about rollout_func in every run

@@ -225,7 +225,8 @@ def _check_environments(recipe: Recipe, environment: Mapping[str, str]) -> Itera
 def _check_environment(recipe: Recipe, index: int, spec: str, arguments: dict[str, Any]) -> Iterator[Problem]:
     """Yield the problems of one environment: a wrong name or file, a library's arguments, opponents, or no network.
 
-    ``spec`` is its id, and ``index`` its place in the recipe. The user's file is not checked if the run has a copy.
+    ``spec`` is its id, and ``index`` its place in the recipe. A library is imported for the check, and its environment
+    created, except by verifiers. The user's file is not checked if the run has a copy.
     """
     line, (kind, colon, name) = locate_environment(recipe, index), spec.partition(":")
     run = recipe.path.parent

@@ -48,7 +48,9 @@ def call(completions: Sequence[str]) -> list[str]:
 
 
 def describe(completions: Sequence[str]) -> list[str]:
-    """Return the schemas of each tool as JSON. A tool is JSON with ``tool``, ``copies`` and whether it is a ``class``.
+    """Return for each tool in ``completions`` the list of its schemas as JSON. Called in a child process.
+
+    A tool is JSON with ``tool`` (its name in the recipe), ``copies`` (a folder) and ``class`` (whether it is a class).
 
     Raise an error if a tool can't be imported, or lacks type hints or a docstring.
     """

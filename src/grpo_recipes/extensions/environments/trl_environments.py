@@ -140,7 +140,7 @@ def _dump(instance: Any) -> str:
 
 
 def _restore(text: str, copies: Path) -> Any:
-    """Return the environment of a ``SavedEnvironment``, or Missing if it has none or can't be loaded."""
+    """Return the environment in the JSON of a ``SavedEnvironment``, or Missing if there is none or loading it fails."""
     saved = json.loads(text)
     if "failed" in saved:
         return Missing(f"a reward can't get the environment ({saved['failed']})")

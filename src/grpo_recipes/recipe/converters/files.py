@@ -106,7 +106,7 @@ class FileConverter:
         return implied | keys
 
     def _flat(self, name: str, raw: Value, place: tuple[str, ...]) -> Iterator[tuple[str, Value]]:
-        """Yield the settings at or below a name with dots between the names, each with its line.
+        """Yield the settings at or below ``name``: each one's full name, with dots, and its value with its line.
 
         ``place`` has the keys that lead to ``raw`` in the file. A mapping with a name in the table is not divided.
         An empty section at the top level is left out.

@@ -198,7 +198,7 @@ class Setting:
         return int(self.value)
 
     def is_typed(self) -> bool:
-        """Return whether the value has the type of the row; if not, also reject the setting."""
+        """Return whether the value has the row's type and is at least ``row.least``; if not, reject the setting."""
         least = self.row.least
         if self.row.type == "bool" and not isinstance(self.value, bool):
             self.reject(f"{self.subject}must be true or false, got {self.value!r}", f"write {self.name}=true or false")
