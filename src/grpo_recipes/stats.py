@@ -90,7 +90,7 @@ def mean_with_interval(estimates: Sequence[float], most: float = 1.0) -> tuple[f
     """Return the mean of the problems' estimates (each between 0 and ``most``) with its 95 % interval.
 
     ``estimates`` must not be empty. If ``most`` is 1 and every estimate is 0 or 1, as with a single completion per
-    problem, it is Wilson's interval. Otherwise it is Student's t interval over problems, cut to [0, most]. For a
+    problem, the interval is Wilson's. Otherwise it is Student's t interval over problems, cut to [0, most]. For a
     single problem, it is [0, most]. If all estimates are equal, their spread is no evidence: the interval then
     allows Wilson's share of unseen problems to have 0 or ``most``.
     """

@@ -298,7 +298,8 @@ def run_reporting_errors(work: Callable[[], int]) -> int:
     """Return the exit code of ``work``; for a ``ConfigError``, print a line for each problem and return 2.
 
     If the output can't be written, for example to a full disk, print one line and return 2, or the exit code of
-    ``work`` if it is not 0. A closed pipe prints no line. Later output is then discarded. Other errors are raised.
+    ``work`` if it is not 0. A closed pipe prints no line. In both cases, later output is discarded. Other errors are
+    raised.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # print other characters as \\x.. in a terminal without UTF-8

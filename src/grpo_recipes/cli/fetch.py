@@ -30,8 +30,8 @@ _WHERE_ONLINE = "run grpo fetch on a machine that reaches the hub, e.g. the logi
 def fetch(options: argparse.Namespace) -> int:
     """Download missing assets, with ``--update`` newer ones too, and print a row for each; return 130 after Ctrl-C.
 
-    Otherwise return 0. With ``--resume``, use the commits that the run has recorded. Raise ConfigError if a download
-    fails.
+    Otherwise return 0. With ``--resume``, use the commits that the run has recorded. Set the hub's variables in
+    ``os.environ``. Raise ConfigError if a download fails.
     """
     os.environ.update(hub_environment(os.environ))
     if not sys.stderr.isatty():  # a log file keeps every state of a progress bar

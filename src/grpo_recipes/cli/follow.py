@@ -282,10 +282,7 @@ def _find_write_time(entry: Run | RunGroup) -> float:
     *(switch(f"--{name}", help=text) for name, (_, text) in merged("logs").items()),
 )
 def logs(options: argparse.Namespace) -> int:
-    """Print logs, or with ``-f`` follow them; return 0, or 130 after Ctrl-C.
-
-    Raise ConfigError if there is no log yet and ``-f`` is not given.
-    """
+    """Print logs, or with ``-f`` follow them; return 0, or 130 after Ctrl-C. No log without ``-f``: ConfigError."""
     if options.lines < 0:
         raise config_error("--lines", f"expected 0 or more, got {options.lines}", "use --lines 50")
     target = find_target(options.which)
@@ -328,9 +325,9 @@ class LogFollower:
         self._last_path: Path | None = None
 
     def print_new(self, run: Run | BareJob, fall_back: bool = False) -> bool:
-        """Print the new lines of a run's logs; return whether any log exists.
+        """Print the new lines of a run's logs, at first only the last lines; return whether any log exists.
 
-        If no kind of log was requested, it is ``launch.log``. With ``fall_back``, a run without ``launch.log`` uses the
+        If no kind of log was requested, print ``launch.log``. With ``fall_back``, a run without ``launch.log`` uses the
         log of its job or, outside Slurm, of its trainers.
         """
         logs = {**run.logs, **({"launch": run.folder / LOG} if (run.folder / LOG).is_file() else {})}

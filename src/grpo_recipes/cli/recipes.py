@@ -113,7 +113,8 @@ def check(options: argparse.Namespace) -> int:
     """Print the notes of a recipe; raise ConfigError with all problems if it is not valid.
 
     With ``--json``, print notes and problems as JSON instead of raising, and return EXIT_CONFIG_ERROR if there are any
-    problems. Return 0 for a valid recipe.
+    problems. Return 0 for a valid recipe. ``--deep`` also checks tokenizer, prompts and rewards, and sets the hub's
+    variables in ``os.environ``.
     """
     with _json_report(options, notes=[], deep=[]) as report:
         recipe = chosen_recipe(options)
@@ -184,7 +185,7 @@ def check_rewards(options: argparse.Namespace) -> int:
     """Print the rewards of correct and incorrect answers; raise ConfigError if a reward can't distinguish them.
 
     Problems of the recipe and a dataset without solutions also raise ConfigError. With ``--json``, print the problems
-    and return 2 instead. Return 0 without problems.
+    and return 2 instead. Return 0 without problems. Set the hub's variables in ``os.environ``.
     """
     if options.rows < 1:
         raise config_error("--rows", f"expected 1 or more, got {options.rows}", f"use --rows {_ROWS}")

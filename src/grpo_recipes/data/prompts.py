@@ -163,7 +163,7 @@ def load_prompts(
     args: ScriptArguments, tokenizer: PreTrainedTokenizerBase, least: int = 1, seed: int = 0,
     template_kwargs: dict[str, Any] | None = None, fetched: Fetched | None = None,
 ) -> Prompts:  # fmt: skip
-    """Read, render and filter the training prompts. With several ranks, rank 0 does it and the others wait.
+    """Read, render and filter the training prompts. With several ranks, rank 0 does it and saves them for the others.
 
     ``args.chat_template``, if set, is stored in the tokenizer. ``least`` is the number of prompts of a step. ``seed``
     shuffles the rows before ``max_train_prompts`` selects the first ones. ``template_kwargs`` are the recipe's

@@ -333,9 +333,9 @@ class Runner:
         self.add_rows(name, chunk_rows, rows)
 
     def add_rows(self, name: str, new_rows: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
-        """Append ``new_rows`` to the benchmark's file, and to ``rows`` without the completions; print their number.
+        """Append ``new_rows`` to the benchmark's file, and to ``rows`` without the completions.
 
-        If ``rows`` is empty, the file is replaced. Called on rank 0.
+        Print the number of all ``rows``. If ``rows`` is empty at first, the file is replaced. Called on rank 0.
         """
         plain = re.sub(r"[^\w.-]+", "_", name.removesuffix(".jsonl"))
         path = self.folder / "benchmarks" / f"{self.stage.prefix}{plain}.jsonl"

@@ -99,9 +99,10 @@ class ExternalClient(BridgeClient):
     """The reason of the first missing completion of the last generation."""
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 0.5) -> None:
-        """Wait until the server answers, at most ``total_timeout`` seconds. TRL's ``retry_interval`` has no effect.
+        """Wait until the server answers, at most ``total_timeout`` seconds. The token is OPENAI_API_KEY.
 
-        Raise ConfigError if it does not answer in time, rejects the token, or serves another model.
+        TRL's ``retry_interval`` has no effect. Raise ConfigError if the server does not answer in time, rejects the
+        token, or serves another model.
         """
         args, run, token = self._args, Run(self._run_dir), os.environ.get("OPENAI_API_KEY")
         secure_session(self.session, ServerAdapter(args.server_request_timeout), token)
@@ -129,7 +130,7 @@ class ExternalClient(BridgeClient):
         return self._retry(request)
 
     def update_named_params(self, metadata: Metadata, named_params: NamedTensors) -> None:
-        """Write the weights to a file, and let the server load it."""
+        """Write the weights to a file in GRPO_SYNC_DIR, and let the server load it."""
         with self._ignoring_failures_while_stopping():
             folder = Path(os.environ["GRPO_SYNC_DIR"])
             self._sync += 1

@@ -119,8 +119,9 @@ class CompletionsFile:
 def open_completions(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> Iterator[CompletionsFile]:
     """Open and lock a new or existing file for a dataset's ``rows``, read its rows, and close it after the block.
 
-    Raise ConfigError if the file can't be written, has other settings or foreign rows, or if another process writes
-    it. A file that is still empty at the end is removed, together with the folders created for it.
+    ``settings`` are written to ``<file name>.settings.json``. Raise ConfigError if the file can't be written, has
+    other settings or foreign rows, or if another process writes it. A file that is still empty at the end is removed,
+    together with the folders created for it.
     """
     settings_file = path.with_name(f"{path.name}.settings.json")
     new_folders = [folder for folder in path.parents if not folder.exists()]

@@ -284,7 +284,7 @@ class WeightReport:
         return self._grpo_loads
 
     def _copy_weights(self, folder: str) -> bool:
-        """Copy a file's tensors over the model's on CPU; return False and change nothing if that is not possible.
+        """Copy the tensors in ``folder`` over the model's on CPU; return False if that is not possible, and do nothing.
 
         On CPU, vLLM computes with unquantized weights directly, except for MLA. vLLM's own reload builds every layer
         again, which takes several times as long.

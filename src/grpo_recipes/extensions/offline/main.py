@@ -99,7 +99,8 @@ def _start_launch_or_sweep(arguments: list[str]) -> int:
 
     With -m, start a sweep. If the folder has a run with the same configuration, resume it. Before a new launch, check
     recipe and plan, and write Hydra's files; remove them if the launch is rejected. With --cfg, only print the
-    configuration. Raise ConfigError for wrong words and flags.
+    configuration. Set the variables of the selected device in ``os.environ``. Raise ConfigError for wrong words and
+    flags.
     """
     reject_other_launchers(f"python {PROGRAM} --num_processes", os.environ)
     words, flag_words = _split_words(arguments)
@@ -158,8 +159,8 @@ def _start_launch_or_sweep(arguments: list[str]) -> int:
 def _start_sweep(options: argparse.Namespace, overrides: list[tuple[str, Override]], flags: list[str]) -> int:
     """Start a sweep over the keys with several values; return its exit code.
 
-    It runs every combination, or the ones that a search chooses. Raise ConfigError if no key or an unsupported key has
-    several values.
+    It runs every combination, or the ones that a search chooses. Set the variables of the selected device in
+    ``os.environ``. Raise ConfigError if no key or an unsupported key has several values.
     """
     _reject_options(options, _ONLY_LAUNCH, "has no effect with -m", _RESUME_SWEEP)
     sweeper = need_sweeper("-m")(options)

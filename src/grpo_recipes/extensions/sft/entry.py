@@ -18,7 +18,7 @@ from grpo_recipes.trainers.trackers import continue_tracked_runs
 def train() -> None:
     """Run a training process with the recipe on the command line, and write the model to ``<run>/model``.
 
-    Resume from the run's newest complete checkpoint.
+    Resume from the run's newest complete checkpoint. Rank 0 appends the counts of prompts to ``<run>/prompts.jsonl``.
     """
     run = run_folder()
     stop = StopRequest(run)
