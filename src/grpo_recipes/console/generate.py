@@ -70,7 +70,8 @@ def generate(options: argparse.Namespace) -> int:
     """Sample completions of a recipe's prompts from a running server, and write the missing ones to the output file.
 
     With --push, publish the finished file on the hub. Return 0 if all completions are in the file, 1 if some failed, or
-    130 after Ctrl-C. Raise ConfigError for wrong options, or if the server does not answer.
+    130 after Ctrl-C. Set the hub's variables in ``os.environ``. Raise ConfigError for wrong options, or if the server
+    does not answer.
     """
     _check_options(options)
     if options.split is not None:

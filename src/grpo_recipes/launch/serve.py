@@ -79,7 +79,8 @@ def _start_server(
 ) -> subprocess.Popen[bytes]:
     """Start the server with its output in ``log``, and return its process. The server ends with this process.
 
-    Raise ConfigError if fewer GPUs are visible than ``vllm_tensor_parallel_size`` needs.
+    Create its run directory, ``run`` in the scratch folder on disk. Raise ConfigError if fewer GPUs are visible than
+    ``vllm_tensor_parallel_size`` needs.
     """
     resources, parallel = find_resources(environment), recipe.server.tensor_parallel_size
     if resources.device == "cuda" and len(resources.gpus) < parallel:

@@ -83,7 +83,7 @@ class AtroposRollouts(Source):
         return Prompts(rows, Counts(read=count), names, f"groups of {names}")
 
     def __init__(self, script_args: ScriptArguments, args: GRPOConfig, run_dir: Path):
-        """Store the configs, turn TRL's importance-sampling correction off in ``args``, and silence TRL's warning."""
+        """Store the configs, turn importance-sampling correction off in ``args``, and set TRL_EXPERIMENTAL_SILENCE."""
         os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL warns about rollout_func in every run
         args.vllm_importance_sampling_correction = False  # the ratio of the loss includes it
         self._script, self._args, self._run_dir = script_args, args, run_dir
