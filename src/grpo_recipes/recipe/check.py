@@ -293,7 +293,7 @@ _IDLE: tuple[Idle, ...] = (
         lambda r: rewards_with_server().isdisjoint(r.rewards.funcs) and not isolates_rewards(r),
         "a reward that calls a server, or your own in a child process"),
     Idle("reward_environment",
-        lambda r: rewards_with_server().isdisjoint(r.rewards.funcs) and not isolates_rewards(r)
+        lambda r: rewards_in_children().isdisjoint(r.rewards.funcs) and not isolates_rewards(r)
             and not ((source := sampler_of(r.__getitem__)) and source.uses_reward_variables(r.__getitem__)),
         "an environment, or your own reward in a child process"),
     Idle("benchmark_*", lambda r: not r.evaluation.benchmarks, "benchmarks"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_recipes.extensions.code import jail
-from grpo_recipes.recipe.check import check, missing_requirement
+from grpo_recipes.recipe.check import check, missing_requirement, notes
 
 FAKE_BWRAP = "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"
 
@@ -28,6 +28,18 @@ def test_a_missing_sandbox_is_named_with_its_package(read: Any, programs: Path) 
     service = dict(code_sandbox="piston", code_server_url="http://127.0.0.1:2000")
     assert check(read(reward_funcs=["code_tests"], **service), {}) == []
     assert check(read(reward_funcs=["math_verify"]), {}) == []
+
+
+def test_e2b_needs_its_key(read: Any, programs: Path) -> None:
+    keys = {"reward_funcs": ["code_tests"], "code_sandbox": "e2b"}
+    (problem,) = check(read(**keys), {"E2B_API_KEY": "x"})
+    assert problem.what == "rewards don't get the variable E2B_API_KEY"
+    assert problem.fix == "set reward_environment: [E2B_API_KEY]"
+    recipe = read(**keys, reward_environment=["E2B_API_KEY"])
+    (problem,) = check(recipe, {})
+    assert problem.what == "environment variable E2B_API_KEY is not set"
+    assert check(recipe, {"E2B_API_KEY": "x"}) == []
+    assert not any("reward_environment" in note for note in notes(recipe))
 
 
 def test_a_sandbox_without_namespaces_is_rejected_with_its_own_words(read: Any, programs: Path) -> None:

@@ -14,13 +14,14 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
+from grpo_recipes.extensions.code.arguments import E2B
 from grpo_recipes.extensions.code.jail import run_program
-from grpo_recipes.extensions.code.services import SERVICES
+from grpo_recipes.extensions.code.services import SERVICES, Run, open_e2b_sandbox
 from grpo_recipes.rewards.answers import extract_final_text
 
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
@@ -43,8 +44,6 @@ _ANSWERS_OF_FUNCTION = (
     "import json\ndef {name}(*values):\n    return json.loads({answers!r}['\\n'.join(map(json.dumps, values))])"
 )
 
-Run = Callable[[str, str, float], str | None]  # (program, input, seconds) -> its output, None if it failed
-
 
 class Case(NamedTuple):
     """A test: the input and the expected output of a program, or of its function ``name``, then as lines of JSON."""
@@ -66,8 +65,8 @@ def code_tests(
     """
     memory_bytes = int(_PART_OF_MEMORY * reward_memory_gib * 2**30)
     run: Run = partial(run_program, memory_bytes=memory_bytes)
-    if code_server_url is not None and code_sandbox != "bwrap":
-        run = partial(SERVICES[code_sandbox], code_server_url)
+    if code_sandbox in SERVICES:
+        run = partial(SERVICES[code_sandbox], str(code_server_url))
     infos = columns.get("verification_info", [None] * len(completions))
     rewards: list[float | None] = []
     for completion, info, solution in zip(completions, infos, answer, strict=True):
@@ -75,10 +74,13 @@ def code_tests(
         if not blocks:
             rewards.append(0.0)
             continue
-        passes = partial(_passes, blocks[-1], run, time.monotonic() + _PART_OF_TIME * reward_timeout)
+        deadline = time.monotonic() + _PART_OF_TIME * reward_timeout
         with contextlib.ExitStack() as stack:
+            if code_sandbox == E2B:
+                run = stack.enter_context(open_e2b_sandbox(code_server_url, reward_timeout))
+            passes = partial(_passes, blocks[-1], run, deadline)
             outcomes: Iterable[bool] = map(passes, cases)
-            if code_sandbox != "bwrap":
+            if code_sandbox in SERVICES:
                 outcomes = stack.enter_context(ThreadPoolExecutor(_REQUESTS)).map(passes, cases)
             rewards.append(float(all(outcomes)) if code_score == "all" else sum(outcomes) / len(cases))
     return rewards

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from grpo_recipes.errors import Problem
-from grpo_recipes.extensions.code.arguments import CodeKeys
+from grpo_recipes.extensions.code.arguments import E2B, E2B_KEY, CodeKeys
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.registry import Reward
 from grpo_recipes.recipe.rules import Rule, is_url, set_by_user
@@ -42,9 +42,13 @@ def check_sandbox(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
-    Rule("code_sandbox", lambda r: _is_used(r) and _uses_service(r) and not CodeKeys(r).server_url,
+    Rule("code_sandbox", lambda r: _is_used(r) and _uses_service(r) and not CodeKeys(r).server_url
+        and CodeKeys(r).sandbox != E2B,
         "code_sandbox: {code_sandbox} needs the address of the service",
         "set code_server_url: http://HOST:2000"),
+    Rule("code_sandbox", lambda r: _is_used(r) and CodeKeys(r).sandbox == E2B and E2B_KEY not in r.rewards.environment,
+        f"rewards don't get the variable {E2B_KEY}",
+        lambda r, _: f"set reward_environment: [{', '.join([*r.rewards.environment, E2B_KEY])}]"),
     Rule("code_server_url", lambda r: (url := CodeKeys(r).server_url) and not is_url(url),
         "expected an http or https URL, got '{code_server_url}'", "set code_server_url: http://HOST:2000"),
     Rule("code_server_url", lambda r: _is_used(r) and not _uses_service(r) and bool(set_by_user(r, "code_server_url")),

@@ -1,14 +1,49 @@
-"""Run Python programs on an HTTP service: Piston (``/api/v2/execute``) or Sandbox Fusion (``/run_code``).
+"""Run Python programs on an HTTP service: Piston (``/api/v2/execute``), Sandbox Fusion (``/run_code``) or E2B.
 
-Both get a program and its input in one request, and reply with the program's output. The service limits memory,
-processes and network.
+Piston and Sandbox Fusion get a program and its input in one request, and reply with the program's output. E2B makes a
+sandbox for the tests of a completion, whose interpreter runs the programs. The service limits memory, processes and
+network.
 """
 
+import contextlib
 import json
+import math
+import os
+import time
+import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from http.client import HTTPException
 from typing import Any
+from urllib.parse import urlsplit
 
+from grpo_recipes.extensions.code.arguments import E2B_KEY
+from grpo_recipes.process.answers import MAX_BYTES, ResponseTooLarge, bounded_opener
+
+_E2B_URL = "https://api.e2b.app"
+_E2B_PORT = 49999  # of the interpreter in a sandbox
 _MORE_SECONDS = 2.0  # that a request may take next to the program's time
+_BUSY = (429, 502, 503, 504)  # statuses after which a request is repeated
+_PART_OF_START = 0.3  # of the time of a sandbox on E2B
+_FIRST_PAUSE = 0.25  # seconds before the first repetition, doubled each time
+# Runs in E2B's interpreter, which has no stdin, and prints the exit code (None: time limit) and output of the program.
+_RUN_IN_SANDBOX = """import json, pathlib, subprocess, sys, tempfile
+with tempfile.TemporaryDirectory() as folder, open(folder + "/output", "w+b") as output:
+    pathlib.Path(folder, "program.py").write_bytes({source!r})
+    command = "ulimit -f 8192; echo 1000 > /proc/self/oom_score_adj; exec " + '"$0" -I "$1"'
+    try:
+        code = subprocess.run(
+            ["sh", "-c", command, sys.executable, folder + "/program.py"], input={text!r}, stdout=output,
+            stderr=subprocess.DEVNULL, timeout={seconds}, start_new_session=True,
+        ).returncode
+    except subprocess.TimeoutExpired:
+        code = None
+    output.seek(0)
+    print("\\n" + json.dumps([code, output.read().decode(errors="replace")]))
+"""
+
+Run = Callable[[str, str, float], str | None]  # (program, input, seconds) -> its output, None if it failed
 
 
 def run_on_piston(url: str, source: str, text: str, seconds: float) -> str | None:
@@ -21,14 +56,14 @@ def run_on_piston(url: str, source: str, text: str, seconds: float) -> str | Non
         "language": "python", "version": "*", "files": [{"content": source}], "stdin": text,
         "run_timeout": int(seconds * 1000),
     }  # fmt: skip
-    run = _post(f"{url.rstrip('/')}/api/v2/execute", request, seconds)["run"]
+    run = json.loads(_send("POST", f"{url.rstrip('/')}/api/v2/execute", request, seconds + _MORE_SECONDS))["run"]
     return str(run["stdout"]) if run["code"] == 0 else None
 
 
 def run_on_sandbox_fusion(url: str, source: str, text: str, seconds: float) -> str | None:
     """Run a program on Sandbox Fusion, like ``run_on_piston``. Raise ValueError if its sandbox failed."""
     request = {"code": source, "language": "python", "stdin": text, "run_timeout": seconds}
-    reply = _post(f"{url.rstrip('/')}/run_code", request, seconds)
+    reply = json.loads(_send("POST", f"{url.rstrip('/')}/run_code", request, seconds + _MORE_SECONDS))
     if reply["status"] == "SandboxError":
         raise ValueError(f"the sandbox failed: {reply.get('message') or 'no message'}")
     return str(reply["run_result"]["stdout"]) if reply["status"] == "Success" else None
@@ -37,9 +72,71 @@ def run_on_sandbox_fusion(url: str, source: str, text: str, seconds: float) -> s
 SERVICES = {"piston": run_on_piston, "sandbox_fusion": run_on_sandbox_fusion}
 
 
-def _post(address: str, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Send a request and return the reply, both as JSON. Raise OSError or ValueError if that fails."""
-    post = urllib.request.Request(address, json.dumps(request).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(post, timeout=seconds + _MORE_SECONDS) as response:
-        reply: dict[str, Any] = json.load(response)
+@contextlib.contextmanager
+def open_e2b_sandbox(url: str | None, seconds: float) -> Iterator[Run]:
+    """Create a sandbox without network on E2B for a ``with`` block, and kill it at the end.
+
+    Yield a function that runs a program in it, one at a time. It raises an error if the sandbox gives no result. The
+    block has ``seconds``, and a part of them limits the start. Then E2B kills the sandbox even if this process was
+    killed. ``url`` is the address of E2B's API, by default the public one.
+    """
+    api, key = (url or _E2B_URL).rstrip("/"), {"X-API-Key": os.environ[E2B_KEY].strip()}
+    request = {
+        "templateID": "code-interpreter-v1", "timeout": math.ceil(seconds + _MORE_SECONDS), "secure": True,
+        "allow_internet_access": False,
+    }  # fmt: skip
+    sandbox = json.loads(_send("POST", f"{api}/sandboxes", request, _PART_OF_START * seconds, key))
+    name, parts = sandbox["sandboxID"], urlsplit(api)
+    headers = {
+        "E2b-Sandbox-Id": name, "E2b-Sandbox-Port": str(_E2B_PORT), "X-Access-Token": sandbox.get("envdAccessToken"),
+        "E2B-Traffic-Access-Token": sandbox.get("trafficAccessToken"),
+    }  # fmt: skip
+    host = f"{parts.scheme}://{_E2B_PORT}-{name}.{sandbox.get('domain') or parts.netloc.removeprefix('api.')}"
+    try:
+        yield partial(_run_in_sandbox, host, {header: value for header, value in headers.items() if value})
+    finally:
+        with contextlib.suppress(OSError, HTTPException):
+            _send("DELETE", f"{api}/sandboxes/{name}", None, _MORE_SECONDS, key)
+
+
+def _run_in_sandbox(host: str, headers: Mapping[str, str], source: str, text: str, seconds: float) -> str | None:
+    """Run a program in a sandbox of E2B, like ``run_on_piston``. Raise ValueError if the sandbox gives no result."""
+    source_bytes, input_bytes = (part.encode(errors="replace") for part in (source, text))
+    code = _RUN_IN_SANDBOX.format(source=source_bytes, text=input_bytes, seconds=seconds)
+    reply = _send("POST", f"{host}/execute", {"code": code}, seconds + _MORE_SECONDS, headers)
+    events = [json.loads(line) for line in reply.splitlines()]
+    if error := next((event for event in events if event["type"] == "error"), None):
+        raise ValueError(f"the sandbox failed: {error.get('name')}: {error.get('value')}")
+    printed = "".join(event["text"] for event in events if event["type"] == "stdout")
+    if not printed:
+        raise ValueError("the sandbox failed: no result")
+    exit_code, output = json.loads(printed.splitlines()[-1])
+    return str(output) if exit_code == 0 else None
+
+
+def _send(
+    method: str, address: str, content: dict[str, Any] | None, seconds: float, headers: Mapping[str, str] | None = None
+) -> bytes:
+    """Send a request with JSON and return the reply. Repeat it while the service is busy.
+
+    Raise OSError or HTTPException without a reply within ``seconds``.
+    """
+    data = None if content is None else json.dumps(content).encode()
+    request = urllib.request.Request(
+        address, data, {"Content-Type": "application/json", **(headers or {})}, method=method
+    )
+    deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
+    while True:
+        try:
+            with bounded_opener().open(request, timeout=max(0.01, deadline - time.monotonic())) as response:
+                reply: bytes = response.read(MAX_BYTES + 1)
+            break
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code not in _BUSY or time.monotonic() + pause >= deadline:
+                raise
+        time.sleep(pause)
+        pause *= 2
+    if len(reply) > MAX_BYTES:
+        raise ResponseTooLarge(f"the response to {urlsplit(address).path} is larger than {MAX_BYTES >> 20} MB")
     return reply
