@@ -97,15 +97,32 @@ def test_a_collapsed_reward_is_the_first_card(tmp_path: Path) -> None:
     card, *others = cards("collapsed", lambda step: 0.02 * max(0, step - 35))
     assert (card.title, card.chart, card.serious, others) == ("The reward collapsed", "Reward", True, [])
     assert card.step is not None and 30 <= card.step <= 40
-    fall = rf"The reward fell from 0\.6\d* at step {card.step} to 0\.\d+ at step 60\. To fix it, lower"
+    fall = (
+        rf"The reward fell from 0\.6\d* at step {card.step} to 0\.\d+, the mean of the last 5 steps\. To fix it, lower"
+    )
     assert re.match(fall, card.text)
-    assert card.command.endswith("--learning_rate 5e-07 --beta 0.08")
+    assert card.command.endswith("--learning_rate 2e-07 --beta 0.08")
     at_once, *_ = cards("at once", lambda step: 10.0 * (step > 1))
     assert at_once.title == "The reward collapsed" and at_once.step == 1
-    assert re.match(r"The reward fell from 0\.\d+ at step 1 to \u22129\.\d+ at step 60\.", at_once.text)
+    assert re.match(
+        r"The reward fell from 0\.\d+ at step 1 to \u22129\.\d+, the mean of the last 5 steps\.", at_once.text
+    )
     for name, change in (("dip", 0.003), ("rise", 0.0)):
         titles = [card.title for card in cards(name, lambda step, change=change: change * max(0, step - 35))]
         assert "The reward collapsed" not in titles
+
+
+def test_a_collapsed_run_gets_no_cards_for_what_follows_from_it(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=60)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.dumps(row | {"reward": row["reward"] - 10.0 * (row["step"] > 1)}) for row in rows]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    titles = [card.title for card in cards_of(folder, *RULES)]
+    assert titles[0] == "The reward collapsed" and "A reward is always 0" in titles
+    assert not {"Many completions are clipped", "Most groups teach nothing", "Little exploration"} & {*titles}
+    assert {*RULES} > next_steps._CONSEQUENCES
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "Many completions are clipped" in [card.title for card in cards_of(folder, *RULES)]
 
 
 @pytest.mark.parametrize(("recipe", "settings"), [("grpo.yaml", []), ("maxent.yaml", ["--maxent_tau", "0.5"])])

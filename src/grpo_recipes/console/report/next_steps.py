@@ -52,9 +52,9 @@ class Collapse(NamedTuple):
     last_step: int
 
     def __str__(self) -> str:
-        """Return e.g. "from 0.8 at step 40 to 0.1 at step 90"."""
-        start, end = (f"{format_number(reward)} at step {step:,}" for reward, step in (self[:2], self[2:]))
-        return f"from {start} to {end}"
+        """Return e.g. "from 0.8 at step 40 to 0.1, the mean of the last 5 steps"."""
+        best, last = format_number(self.best), format_number(self.last)
+        return f"from {best} at step {self.best_step:,} to {last}, the mean of the last {AVERAGED_STEPS} steps"
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,11 @@ class _Advice:
 _CLIPPED, _SIGNAL = METRICS["completions/clipped_ratio"].title, METRICS["frac_reward_zero_std"].title
 _GRADIENT, _WRONG = METRICS["grad_norm"].title, METRICS["maxent/incorrect_mass"].title
 _COLLAPSE = "collapse"
+# Rules that a collapsed model also breaks. Their usual fixes don't help it.
+_CONSEQUENCES = {"zero reward", "no signal", "few signals", "kl", "entropy", "all cut off", "cut off", "steep"}
 # Name of a rule in ``runs.health`` -> its card.
 _ADVICE = {
-    _COLLAPSE: _Advice("The reward collapsed", "Reward", {"learning_rate": 0.5, "beta": 2}),
+    _COLLAPSE: _Advice("The reward collapsed", "Reward", {"learning_rate": 0.2, "beta": 2}),
     "zero reward": _Advice("No completion is rewarded", "Reward"),
     "silent reward": _Advice("A reward is always 0", "Single rewards"),
     "no signal": _Advice("Nothing is learned", _SIGNAL, {"num_generations": 2}),
@@ -92,14 +94,16 @@ _ADVICE = {
 def make_cards(run: RunRecord, folder: Path, notices: list[Notice]) -> list[Card]:
     """Return a card for a collapsed reward and each notice, or else the usual next steps of a completed run.
 
-    A run that is not completed and has no such sign gets no card. ``folder`` is the run directory in the commands.
+    Notices that follow from the collapse get no card, and neither does a run without a sign that is not completed.
+    ``folder`` is the run directory in the commands.
     """
     recipe = shlex.quote(f"{display_path(folder)}/recipe.yaml")
     if collapse := find_collapse(run):
         text = f"the reward fell {collapse}"
         fix = "lower learning_rate or raise beta; load_best_model_at_end keeps the best model"
         first_step, last_step = collapse.best_step, collapse.last_step
-        notices = [Notice(_COLLAPSE, text, fix, first_step, last_step, serious=True), *notices]
+        causes = [item for item in notices if item.first < first_step or item.name not in _CONSEQUENCES]
+        notices = [Notice(_COLLAPSE, text, fix, first_step, last_step, serious=True), *causes]
     if notices:
         return [_make_notice_card(run, recipe, notice) for notice in notices]
     return _list_usual_steps(run, shlex.quote(display_path(folder)), recipe) if run.status == "completed" else []
