@@ -37,6 +37,7 @@ FILES: dict[str, str] = {
     "rollouts/test_opponents.py": ENVIRONMENTS,
     "rollouts/test_stage.py": ENVIRONMENTS,
     "rollouts/test_verifiers.py": ENVIRONMENTS,
+    "trainers/test_environment_python.py": ENVIRONMENTS,
     "trainers/test_episode_records.py": ENVIRONMENTS,
     "trainers/test_episodes.py": ENVIRONMENTS,
     "trainers/test_opponents.py": ENVIRONMENTS,

@@ -42,11 +42,12 @@ def split_spec(spec: str) -> tuple[str, str]:
     return (module, name) if module else (spec, "")
 
 
-def spec_problem(spec: str, where: str) -> Problem | None:
+def spec_problem(spec: str, where: str, installed_here: bool = True) -> Problem | None:
     """Return the problem if ``spec``, which ``where`` sets, can't be loaded; None if it can. Its code does not run.
 
     The file must exist, be valid Python, define or import the name, and import only installed packages at its top
-    level. Names are found in the source, so after ``import *`` any name is accepted.
+    level. Packages are not checked if another Python than this one runs the code (``installed_here`` is False). Names
+    are found in the source, so after ``import *`` any name is accepted.
     """
     module, name = split_spec(spec)
     if not name.isidentifier():
@@ -64,7 +65,7 @@ def spec_problem(spec: str, where: str) -> Problem | None:
         reason = error.args[0] if isinstance(error, SyntaxError | ValueError) else "too deeply nested"
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         return Problem(where, f"'{display_path(path)}{line}' is not valid Python ({reason})", "correct it there")
-    if missing := _missing_import(tree, path):
+    if missing := _missing_import(tree, path) if installed_here else None:
         package, number = missing
         fix = f"install {package} into this environment, or remove the import"
         return Problem(where, f"'{display_path(path)}:{number}' imports '{package}', which is not installed", fix)

@@ -179,7 +179,8 @@ def _run_worker(requests: int, replies: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable()
     with os.fdopen(requests, "rb") as stream, contextlib.suppress(EOFError):
-        memory_bytes, copies, specs, concurrency, requested, trainer_variables, network = pickle.load(stream)
+        memory_bytes, copies_text, specs, concurrency, requested, trainer_variables, network = pickle.load(stream)
+        copies = Path(copies_text) if copies_text else None
         seed_later_imports()
         seed_libraries(0)  # for random numbers during the loading of the rewards
         _stripped = trainer_variables - set(os.environ)

@@ -30,14 +30,8 @@ from typing import Any
 from grpo_recipes.paths import module_command
 from grpo_recipes.process import tree
 from grpo_recipes.process.waiting import wait_until
-from grpo_recipes.rewards.child import (
-    GARBLED,
-    MOST_PROCESSES,
-    TIME_LIMIT,
-    is_score,
-    make_child_environment,
-    read_reply,
-)  # fmt: skip
+from grpo_recipes.rewards import other_python
+from grpo_recipes.rewards.child import GARBLED, MOST_PROCESSES, TIME_LIMIT, is_score, make_child_environment, read_reply
 from grpo_recipes.rewards.memory import measure_memory
 from grpo_recipes.rewards.pace import Pace
 from grpo_recipes.rewards.score import NOT_CALLED, RewardFailed, Score, select_columns
@@ -84,6 +78,7 @@ class RewardPool:
         keys: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),  # built-in reward -> values of its recipe keys
         valid: Callable[[Any], bool] = is_score,  # accepts a function's value; for functions that are not rewards
         trace: Trace | None = None,  # gets the times of the children
+        python: Path | None = None,  # interpreter of another environment, which runs the children; default: ours
     ):
         """Store the settings; no child is started before ``start``."""
         self.workers, self.timeout, self.memory_gib = workers or count_default_workers(), timeout, memory_gib
@@ -92,9 +87,10 @@ class RewardPool:
         self.async_rewards: frozenset[str] = frozenset()
         self._memory, self._concurrency, self._environment = int(memory_gib * 2**30), concurrency, tuple(environment)
         specs = {spec: dict(keys.get(spec, {})) for spec in rewards}
-        self._setup = (self._memory, copies, specs, concurrency, self._environment, frozenset(os.environ), network)
+        copies_text = None if copies is None else str(copies)  # a pickled Path needs the same version of Python
+        self._setup = (self._memory, copies_text, specs, concurrency, self._environment, frozenset(os.environ), network)
         self._rewards, self._names, self._valid = rewards, ", ".join(rewards), valid
-        self._trace = trace
+        self._trace, self._python = trace, python
         # By the name of a row: the child that made the previous calls, and the number of answered calls.
         self._homes: dict[str, _Child] = {}
         self._calls: dict[str, int] = {}
@@ -398,7 +394,7 @@ class RewardPool:
             numbers = {child.number for child in self._children}
             number = next(number for number in itertools.count(1) if number not in numbers)
             environment = make_child_environment(self._environment)
-            self._children.append(_Child(number, self._setup, self._rewards, environment, self._valid))
+            self._children.append(_Child(number, self._setup, self._rewards, environment, self._valid, self._python))
 
     def _add_span(self, child: _Child, name: str) -> None:
         """Add the time since a child's work (its load, or a chunk of rows) began to the trace, if there is a trace."""
@@ -418,14 +414,16 @@ class _Child:
 
     def __init__(
         self, number: int, setup: object, rewards: Collection[str], environment: dict[str, str],
-        valid: Callable[[Any], bool],
+        valid: Callable[[Any], bool], python: Path | None,
     ):  # fmt: skip
         """Start the child process with the variables in ``environment``, and send it the ``setup`` without waiting.
 
-        ``rewards`` are the rewards that it loads, and ``valid`` checks the values that it sends.
+        ``rewards`` are the rewards that it loads, and ``valid`` checks the values that it sends. ``python`` is the
+        interpreter of another environment that runs it, or None.
         """
+        own_command = module_command("grpo_recipes.rewards.child", str(os.getpid()))
         self.process = subprocess.Popen(
-            module_command("grpo_recipes.rewards.child", str(os.getpid())),
+            other_python.make_command(python) if python else own_command,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, env=environment,
             start_new_session=True,
         )  # fmt: skip

@@ -38,6 +38,9 @@ class EnvironmentArguments:
     environment_memory_gib: float = key(4.0, "Memory limit in GiB of a process that runs environments.", min=0.1)
     environment_workers: int | None = key(None,
         "Number of processes that run environments; by default 1 per 2 cores, at most 8.", min=1, max=1024)
+    environment_python: str | None = key(None,
+        "Folder of a virtual environment, or its Python (3.11 or later), that runs environments of libraries that "
+        "conflict with ours, e.g. a newer verifiers.")
     environment_network: bool = key(False, "Whether environments and tools may use the network.")
     tools: list[str] | None = key(None,
         "Functions that the policy may call before it answers a prompt of the dataset: module:function or "
@@ -75,5 +78,6 @@ class EnvironmentKeys(Section):
     credit = Key[str]("environment_credit")
     timeout = Key[float]("environment_timeout")
     network = Key[bool]("environment_network")
+    python = Key[str | None]("environment_python")
     tools = Key[list[str] | None]("tools")
     max_tool_calls = Key[int]("max_tool_calls")

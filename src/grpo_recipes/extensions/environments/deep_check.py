@@ -11,11 +11,13 @@ from typing import Any
 
 from grpo_recipes.data.prompts import make_renderer, shorten
 from grpo_recipes.extensions.environments.arguments import EnvironmentKeys
+from grpo_recipes.extensions.environments.environment_python import find_library, find_python
 from grpo_recipes.extensions.environments.episode import play_turns
 from grpo_recipes.extensions.environments.games import Game
 from grpo_recipes.extensions.environments.recipe import list_episode_environments
 from grpo_recipes.extensions.environments.rules import uses_tools
 from grpo_recipes.extensions.environments.tools import CallParser, describe_tools, name_of
+from grpo_recipes.paths import display_path
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.user_code import REWARD_COPIES
 from grpo_recipes.rollouts.renderer import DUMMY, Renderer
@@ -40,6 +42,7 @@ def play_episodes(check: DeepCheck) -> list[str]:
     multi_turn = EnvironmentKeys(recipe).max_turns > 1
     end = [renderer.end()] if multi_turn else []
     lines: list[str] = []
+    python = find_python(recipe.__getitem__)
     for index, (spec, _, _) in enumerate(list_episode_environments(recipe.__getitem__)):
         turns, actions = _play_episode(recipe, index)
         tokens = len(renderer.prompt(turns[0]))
@@ -51,6 +54,8 @@ def play_episodes(check: DeepCheck) -> list[str]:
         reward, ending = sum(turn.reward for turn in turns), "ended" if turns[-1].done else "not finished"
         count = f"{len(actions)} turn{'s' if len(actions) != 1 else ''}"
         summary = f"{tokens} tokens from the environment, reward {reward:g}, {ending} after {count}"
+        if python:
+            lines.append(f"python     {display_path(python)} {find_library(python, spec)}".rstrip())
         lines.append(f"episode    {spec}: {summary}")
         for turn, action in zip_longest(turns, actions):
             lines += [f"  [{message['role']}] {shorten(message['content'])}" for message in turn.messages]
@@ -76,7 +81,7 @@ def _play_episode(recipe: Recipe, index: int) -> tuple[list[Turn], list[str]]:
     Raise ConfigError if the environment fails.
     """
     spec, arguments, _ = list_episode_environments(recipe.__getitem__)[index]
-    choose_action = _make_simple_policy(spec, arguments)
+    choose_action = _make_simple_policy(spec, arguments, EnvironmentKeys(recipe).python is None)
     actions: list[str] = []
 
     def act(turn: Turn) -> str:
@@ -87,16 +92,17 @@ def _play_episode(recipe: Recipe, index: int) -> tuple[list[Turn], list[str]]:
     return list(play_turns(recipe, index, _SEED, act)), actions
 
 
-def _make_simple_policy(spec: str, arguments: Mapping[str, Any]) -> Callable[[Turn], str]:
+def _make_simple_policy(spec: str, arguments: Mapping[str, Any], installed_here: bool) -> Callable[[Turn], str]:
     """Return a function that chooses the action for a turn instead of a model.
 
     In SecretMafia it returns scripted moves, in other games of textarena the first text in brackets of the turn's last
-    message. If there is none, and in all other environments, it returns a fixed answer.
+    message. If there is none, and in all other environments, it returns a fixed answer. If the library is not
+    ``installed_here``, SecretMafia is like other games.
     """
     kind, _, name = spec.partition(":")
     if kind != "textarena":
         return lambda _: ANSWER
-    if not name.startswith("SecretMafia"):
+    if not (name.startswith("SecretMafia") and installed_here):
         return lambda turn: next(iter(_MOVE.findall(turn.messages[-1]["content"])), ANSWER)
     game, generator = Game(name, arguments), random.Random(_SEED)  # a copy of the episode, played with the same moves
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.extensions.environments.arguments import EnvironmentKeys
+from grpo_recipes.extensions.environments.environment_python import find_python
 from grpo_recipes.extensions.environments.recipe import list_episode_environments
 from grpo_recipes.extensions.environments.rules import locate_environment
 from grpo_recipes.extensions.environments.stage import PLAY, hash_turn, parse_turn
@@ -170,6 +171,7 @@ def make_environment_pool(
         copies=copies,
         environment=recipe("reward_environment"),
         network=recipe("environment_network"),
+        python=find_python(recipe),
         valid=lambda value: isinstance(value, str),
     )
 

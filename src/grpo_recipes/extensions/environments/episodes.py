@@ -22,6 +22,7 @@ from accelerate.utils import gather_object
 
 from grpo_recipes.data.prompts import Prompts
 from grpo_recipes.extensions.environments.benchmarks import play_benchmark
+from grpo_recipes.extensions.environments.environment_python import find_python, record_packages
 from grpo_recipes.extensions.environments.episode import Episode, Opponent, Tokens, make_environment_pool
 from grpo_recipes.extensions.environments.libraries import LIBRARIES
 from grpo_recipes.extensions.environments.recipe import compute_turn_tokens, list_episode_environments
@@ -63,6 +64,8 @@ class Episodes(Source):
         files = [spec for spec in self._user_specs if split_spec(spec)[0].endswith(".py")]
         self._specs = {spec: f"{copy_path(spec, copies)}:{split_spec(spec)[1]}" for spec in files}
         self._limit_records = LimitRecords(copies / f"episodes_{os.environ.get('RANK', '0')}.jsonl")
+        if python := find_python(partial(getattr, script_args)):
+            record_packages(python, copies)
         self._labels = choose_environment_labels(list_episode_environments(partial(getattr, script_args)))
         self._pool = make_environment_pool(partial(getattr, script_args), copies, function=self._function)
         self._pool.start()

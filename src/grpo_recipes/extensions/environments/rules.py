@@ -14,6 +14,7 @@ from typing import Any
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.extensions.environments.arguments import EnvironmentKeys
+from grpo_recipes.extensions.environments.environment_python import check_python, find_missing_library, find_python
 from grpo_recipes.extensions.environments.libraries import LIBRARIES, find_library_problems
 from grpo_recipes.extensions.environments.recipe import (
     compute_turn_tokens,
@@ -229,14 +230,15 @@ def _check_environment(recipe: Recipe, index: int, spec: str, arguments: dict[st
     created, except by verifiers. The user's file is not checked if the run has a copy.
     """
     line, (kind, colon, name) = locate_environment(recipe, index), spec.partition(":")
-    run = recipe.path.parent
+    run, python = recipe.path.parent, find_python(recipe.__getitem__)
     has_copy = (run / "run.json").exists() and copy_path(spec, run / "rewards").exists()
     if not spec:
         is_entry = EnvironmentKeys(recipe).environment is None
         message, key = ("an environment has no id", "id") if is_entry else ("environment is empty", "environment")
         yield Problem(line, message, f"set {key}: file.py:Class, or an environment of a library, e.g. textarena:Nim-v0")
     elif kind in LIBRARIES:
-        for problem in find_library_problems(spec, arguments):
+        problems = find_missing_library(python, spec) if python else find_library_problems(spec, arguments)
+        for problem in problems:
             part = problem.where.removeprefix("environment_")
             yield replace(problem, where=locate_environment(recipe, index, part))
         if kind == "textarena" and arguments.get("opponents") == BASE and not serves_base_model(recipe):
@@ -244,7 +246,7 @@ def _check_environment(recipe: Recipe, index: int, spec: str, arguments: dict[st
             fix = "set opponents: policy"
             fix += ", or add use_peft: true and weight_sync: lora" if starts_server(recipe) else ""
             yield Problem(locate_environment(recipe, index, "args"), message, fix)
-    elif not has_copy and (code_problem := spec_problem(spec, line)):
+    elif not has_copy and (code_problem := spec_problem(spec, line, python is None)):
         library = nearest_of(kind.replace("-", "_"), LIBRARIES) if colon else None
         yield replace(code_problem, fix=f"use {library}:{name}") if library else code_problem
     if kind == "openenv" and not EnvironmentKeys(recipe).network:
@@ -282,7 +284,8 @@ def _check_templates(recipe: Recipe, environment: Mapping[str, str]) -> Iterator
     Nothing is downloaded. Yield nothing without a local copy of the model's template, or if a class or tool of the user
     is missing, which another check reports.
     """
-    if any(spec_problem(spec, "") for spec in SOURCE.user_code(recipe.__getitem__)):
+    installed_here = EnvironmentKeys(recipe).python is None
+    if any(spec_problem(spec, "", installed_here) for spec in SOURCE.user_code(recipe.__getitem__)):
         return
     environments = [(spec, arguments) for spec, arguments, _ in list_episode_environments(recipe.__getitem__)]
     if not environments and not uses_tools(recipe):
@@ -295,24 +298,25 @@ def _check_templates(recipe: Recipe, environment: Mapping[str, str]) -> Iterator
     if "default" not in templates:
         yield recipe.problem(key, "the model has no chat template", "add chat_template to the recipe")
         return
-    tools = uses_tools(recipe) or any(_uses_tools(spec) for spec, _ in environments)
-    system = any(_find_system_prompt(spec, arguments) for spec, arguments in environments)
+    tools = uses_tools(recipe) or (installed_here and any(_uses_tools(spec) for spec, _ in environments))
+    system = any(_find_system_prompt(spec, arguments, installed_here) for spec, arguments in environments)
     tool_answers = tools and (uses_tools(recipe) or EnvironmentKeys(recipe).max_turns > 1)
     roles = ["user", "assistant", *["system"] * system, *["tool"] * tool_answers]
     if message := find_left_out_part(templates, roles, tools, recipe.model.chat_template_kwargs or {}):
         yield recipe.problem(key, message, "set a chat_template that renders them")
 
 
-def _find_system_prompt(spec: str, arguments: Mapping[str, Any]) -> str:
+def _find_system_prompt(spec: str, arguments: Mapping[str, Any], installed_here: bool) -> str:
     """Return the system prompt of an environment of reasoning_gym or verifiers: its argument, or the class's default.
 
-    Return "" if it has none, and for other environments.
+    Return "" if it has none, and for other environments. The default is only known if the library is
+    ``installed_here``.
     """
     kind, _, name = spec.partition(":")
     if kind not in ("reasoning_gym", "verifiers"):
         return ""
     default = None
-    if kind == "verifiers" and importlib.util.find_spec(kind):
+    if kind == "verifiers" and installed_here and importlib.util.find_spec(kind):
         from grpo_recipes.extensions.environments.verifiers_tasks import find_library_class
 
         environment_class = find_library_class(name)
@@ -419,6 +423,6 @@ def _check_methods(
 
 
 CHECKS = (
-    _check_environments, _check_arguments, _check_tools, _check_trl_environments, _check_templates,
+    check_python, _check_environments, _check_arguments, _check_tools, _check_trl_environments, _check_templates,
     _check_benchmark_opponents,
 )  # fmt: skip

@@ -68,7 +68,7 @@ class VerifiersTask(Environment):
 
     async def _run_rollout(self, row: dict[str, Any]) -> Any:
         """Run the library's rollout of a row and score it; return its final state."""
-        state = await self._env.rollout(row, self._policy, "policy", {})
+        state = await self._env.rollout(row, _make_client(self._policy), "policy", {})
         await self._env.rubric.score_rollout(state)
         return state
 
@@ -194,6 +194,24 @@ class _PolicyClient:
         return await self.answers.get()
 
 
+def _make_client(policy: _PolicyClient) -> Any:
+    """Return the client of a rollout: ``policy``, or around it a client of the library, as 0.1.11 and later expect."""
+    import verifiers
+
+    client_class = getattr(verifiers, "OpenAIChatCompletionsClient", None)
+    if client_class is None:
+        return policy
+
+    class LibraryClient(client_class):  # type: ignore[misc, valid-type]  # it converts messages and tools
+        async def get_native_response(
+            self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any
+        ) -> Any:
+            """Return the policy's answer to a request instead of a server's."""
+            return await policy.create(messages=prompt, tools=tools)
+
+    return LibraryClient(policy)
+
+
 def _parse_completion(text: str, tools: bool) -> Any:
     """Convert a text to an OpenAI ``ChatCompletion``; if ``tools``, parse ``<tool_call>{...}</tool_call>`` in it.
 
@@ -230,7 +248,7 @@ def _list_group_functions(rubric: Any) -> list[str]:
     """Return the names of reward functions that score several rollouts together, in a rubric and its nested rubrics."""
     parts = [*getattr(rubric, "rubrics", []), *(env.rubric for env in getattr(rubric, "env_map", {}).values())]
     names = [name for part in parts for name in _list_group_functions(part)]
-    return [*rubric._get_group_reward_func_names(), *names]
+    return [*(getattr(function, "__name__", repr(function)) for function in rubric._get_group_reward_funcs()), *names]
 
 
 @contextlib.contextmanager
