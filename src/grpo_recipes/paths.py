@@ -1,4 +1,4 @@
-"""Find the code and its caches, format paths for messages and commands, and check file locks."""
+"""Find the code, its caches and existing folders, format paths for messages and commands, and check file locks."""
 
 import contextlib
 import fcntl

@@ -1,9 +1,9 @@
 """The members of the trainer that other packages may use.
 
 Weight bridges, sources of completions and benchmarks receive the trainer and rely only on ``Trainer``.
-``trainers.grpo.GRPOTrainer`` implements it. The module is below ``weights``, the lowest package that receives a
-trainer. Two protocols extend it: ``rollouts.source.SamplingTrainer`` adds the source of completions, and
-``trainers.protocol`` adds the state that only the trainer's own helpers may change.
+``trainers.grpo.GRPOTrainer`` implements it. Packages may import only packages below them, and ``weights`` needs
+``Trainer``, so this module is below ``weights``. Two protocols extend it: ``rollouts.source.SamplingTrainer`` adds the
+source of completions. ``trainers.protocol`` adds the state that only the trainer's own helpers may change.
 
     def attach(self, trainer: Trainer) -> None: ...
 """

@@ -4,9 +4,10 @@ Tensors are prompts by completions, (P, G). NaN marks an unscorable completion: 
 others sum to 1. A group with no scorable completion gets weight 0 throughout. Half precision is computed and returned
 in float32.
 
-The weights maximize E_pi[log q] + tau H(pi) - beta KL(pi || pi_ref) over the sampled completions. The solution is w ~
-q^(1 / (tau + beta)) * pi_ref^(beta / (tau + beta)). docs/maxent-formulas.md describes it, and the controllers
-that keep a measure of the training at a target: beta controls the KL, tau controls the spread of weights.
+The weights maximize E_pi[log q] + tau H(pi) - beta KL(pi || pi_ref) over the sampled completions. q is a softmax of the
+group's rewards (``listwise_q``). The solution is w ~ q^(1 / (tau + beta)) * pi_ref^(beta / (tau + beta)), as in
+docs/maxent-formulas.md. Controllers keep a measure of the training at a target: beta controls the KL, and tau controls
+the spread of weights.
 """
 
 import math

@@ -191,7 +191,7 @@ _COLUMNS = ("state", "job", "step", "reward", "left")
 
 
 def _print_runs() -> None:
-    """Print a table of RUN_ROOT, the most recently written run or folder of runs first."""
+    """Print a table of RUN_ROOT, the most recently written run or folder of runs first. Query Slurm for the jobs."""
     root, jobs = run_root(os.environ), list_my_jobs()  # jobs are None if Slurm does not answer
     runs, groups = rundir.list_runs(root), list_groups(root)
     job_ids = set[str]()
@@ -425,7 +425,7 @@ def group_jobs(jobs: JobState) -> dict[str, Job] | None:
 
 
 def _find_group_jobs(group: RunGroup) -> dict[str, Job] | None:
-    """Return all jobs of the user by id; {} if the trials run without Slurm, None if it does not answer."""
+    """Query all jobs of the user from Slurm, by id: {} if the trials run without Slurm, None without an answer."""
     return list_my_jobs() if group.record["jobs"] else {}
 
 

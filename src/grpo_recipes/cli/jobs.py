@@ -108,7 +108,7 @@ class SlurmPoll(Generic[T]):
 
 
 def find_bare_job(job_id: str) -> BareJob | None:
-    """Return the job with this id if it runs one of our batch scripts or left logs; else None.
+    """Query Slurm for a job, and return it if it runs one of our batch scripts or left logs; else None.
 
     Raise a ConfigError if Slurm does not answer and there are no logs.
     """

@@ -126,9 +126,9 @@ def _list_entries(keys: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _print_sections(sections: Mapping[str, Entries]) -> None:
-    """Print a table with the name, the default and the first sentence of the help of each entry, by topic.
+    """Print a table for each topic, with the name, the default and the first sentence of the help of each key.
 
-    Keys that every recipe is rejected for are left out.
+    ``sections`` maps topics to their keys. Keys that are not supported with any value are left out.
     """
     for number, (title, entries) in enumerate(sections.items()):
         rows = [_make_row(name, entry) for name, entry in entries.items() if name not in unsupported_keys()]

@@ -138,7 +138,8 @@ def _single_node_problems(options: argparse.Namespace) -> list[Problem]:
 def _interface_of_node_0(address: str | None, is_node_0: bool) -> str | Problem | None:
     """Return the name of this node's network interface with the address of node 0, or the problem with the address.
 
-    On other nodes (``is_node_0`` false), only check the address, and return None instead of a name.
+    The address is resolved by DNS. On other nodes (``is_node_0`` false), only check the address, and return None
+    instead of a name.
     """
     addresses = {
         entry.address: name

@@ -258,10 +258,11 @@ def load_eval_prompts(
 
 
 def _load_repeated(args: ScriptArguments, renderer: Renderer, counts: Counts, least: int) -> Prompts:
-    """Load all training problems of a generated dataset, repeated until an epoch consists of whole steps of ``least``.
+    """Load all training problems of a generated dataset, repeated until an epoch consists of whole steps.
 
-    TRL's sampler drops an incomplete step at the end of an epoch. With a common multiple of both numbers, step i of an
-    unshuffled run has the problems at (i * least + j) mod their number, in every epoch.
+    ``least`` is the number of prompts of a step. TRL's sampler drops an incomplete step at the end of an epoch, so the
+    epoch is a common multiple of ``least`` and the number of problems. Therefore, step i of an unshuffled run has the
+    problems (i * least + j) mod the number of problems, in every epoch. Update ``counts``.
     """
     source = get_train_source(args)
     problems = _load_all(source, args, renderer, counts)

@@ -304,7 +304,7 @@ def _print_ending(attempt: Attempt, outcome: Outcome, summary: Mapping[str, Any]
     """Print four lines: status and cause, rewards, model, and the command that comes next.
 
     For a completed run, first call ``on_model`` of the hooks, which may publish the model. ``fix`` is the advice on a
-    failed run. A resume command follows the advice, unless it contains one.
+    failed run. The resume command is added to the advice, unless the advice contains ``--resume``.
     """
     folder, cause = attempt.run.folder, summary["cause"] or ""
     status = outcome.final_status

@@ -379,9 +379,9 @@ class Monitor:
         return read_phases(self._folder) if self._trainers() else []
 
     def _find_server_stall(self, phases: list[Phase], now: float) -> Ending | None:
-        """Ask the server for its activity; if it stalls, let it write its stacks and return an ending, else None.
+        """Request the server's activity; return an ending if the server makes no tokens for too long, else None.
 
-        The server gets a request only every few seconds, and none after a request to stop.
+        A stalled server also writes its stacks. Send a request only every few seconds, and none after a stop request.
         """
         limit, server = self._attempt.recipe.server.stall_timeout, self._server()
         if server is None or self._stop.requested or now < self._next_server:

@@ -236,11 +236,12 @@ def preflight_nodes(
 
 
 def _choose_addresses(reports: list[Report], environment: Mapping[str, str]) -> list[str]:
-    """Return the address of each node for connections between the nodes, in the order of ``reports``.
+    """Choose the address of each node for connections between the nodes, in the order of ``reports``.
 
-    The first match decides: the interface in NETWORK_INTERFACE or a similar variable, the address in the rendezvous,
-    and the address in Slurm. Raise ConfigError if NETWORK_INTERFACE names an interface that a node does not have, or if
-    no address is found.
+    If all nodes have the interface in NETWORK_INTERFACE or a similar variable, use its addresses. Otherwise, use the
+    address in each report, or query Slurm and resolve the answer. If the first address is a loopback, replace it by the
+    address on the route to the second node. Raise ConfigError if a node lacks the interface in NETWORK_INTERFACE, or if
+    no address or route is found.
     """
     variable = next((name for name in INTERFACE_VARIABLES if environment.get(name)), "")
     # NCCL and gloo accept a list, and NCCL also a prefix "=".
@@ -264,7 +265,7 @@ def _choose_addresses(reports: list[Report], environment: Mapping[str, str]) -> 
 
 
 def resolve_node_address(name: str) -> str:
-    """Return the IPv4 address of the node ``name`` from Slurm; raise ConfigError if it is unknown."""
+    """Query Slurm for the node ``name``, and resolve its IPv4 address by DNS; raise ConfigError if it is unknown."""
     host = read_node_address(name)  # an address or a host name
     if host is None:
         raise _make_network_error(f"scontrol shows no address of node {name}")

@@ -1,9 +1,10 @@
 """Connect nodes that the user starts by hand, each with the same command and its own ``--node-rank``.
 
 Node 0 listens at the master address and waits for the workers of the other nodes, which may start in any order. A
-worker runs every order of node 0, and node 0 sends it the run's token. Therefore both must prove that they can read the
-same file: node 0 writes a new key to the folder of the runs, and only the user can read it. This also proves that both
-nodes see the same files. Keep-alive probes detect a lost machine within half a minute.
+worker runs every order of node 0, and node 0 sends it the run's token. Therefore, each side must prove to the other
+that it can read the key file. Node 0 writes this file with a new key to the folder of the runs, and only the user can
+read it. This also proves that both nodes see the same files. Keep-alive probes detect a lost machine within half a
+minute.
 
     MeetingChannel(meeting, command).start(...)     # on node 0: waits for all nodes
     connect_to_node_0(meeting, command)             # on every other node: returns the connection

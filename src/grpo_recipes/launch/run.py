@@ -496,7 +496,7 @@ class Supervisor:
         return None
 
     def _wait_until_serving(self, alive: Callable[[], bool], server: Child) -> None:
-        """Wait until vLLM has loaded its model, and write its state "ready". Raise NotReady if it fails or is late."""
+        """Wait until vLLM serves, and write its state "ready". Raise NotReady if it is late or ``alive()`` is false."""
         attempt = self._attempt
         host, port, token = attempt.server_address()
         timeout, size = attempt.plan.server_timeout, attempt.plan.weight_bytes

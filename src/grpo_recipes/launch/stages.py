@@ -94,9 +94,9 @@ def record_next_run(options: Options, run: Run) -> None:
 
 
 def next_stage(run: Run, options: Options) -> Options | None:
-    """Return the options for the recipe after a completed run, to start or to resume it; None if there is none.
+    """Return the options that start or resume the recipe after a completed run; None if no recipe follows.
 
-    ``options`` started or resumed ``run``. Raise ConfigError if the run has no model.
+    ``options`` are the options of ``run``. Raise ConfigError if the run has no model.
     """
     if not has_later_recipe(run):
         return None

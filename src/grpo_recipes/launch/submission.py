@@ -116,8 +116,9 @@ def prepare_submissions(
 ) -> list[tuple[Submission, Estimates]]:  # fmt: skip
     """Check and plan runs as ``prepare_submission`` does, in this order. Each starts from the model of the run before.
 
-    The checks of later runs use the first run's model, because theirs does not exist yet. Raise ConfigError also if
-    two runs would have the same directory, or if a flag or variable sets the model of every run.
+    The checks of all runs use the model of the first recipe, because the models of earlier runs do not exist yet. A
+    name None is CONFIG or the default recipe. Raise ConfigError also if two runs would have the same directory, or if a
+    flag or variable sets the model of every run.
     """
     first, *later = recipe_names
     if later and (problems := find_shared_models(str(first), flags, environment)):

@@ -185,7 +185,7 @@ def _sync_variables(recipe: Recipe, plan: Plan, names: Names) -> dict[str, str]:
 
 
 def _format_flags(values: Mapping[str, object]) -> list[str]:
-    """Return flags and values as a list of argv words; True is a flag without a value, None and False omit the flag."""
+    """Convert flags -> values to a list of argv words. True is a flag without a value, None and False omit the flag."""
     words = []
     for flag, value in values.items():
         if value is True:

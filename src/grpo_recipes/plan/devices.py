@@ -390,11 +390,11 @@ def count_generation_completions(recipe: Recipe, batch: Batch | Mapping[str, int
 
 
 def derive_eval_batch(recipe: Recipe, batch: Batch) -> int | None:
-    """Return the completions of one evaluation batch on one process; None without evaluation.
+    """Return the number of completions in an evaluation batch of one process; None without evaluation.
 
-    TRL needs whole groups, so the world size times this size is a multiple of ``num_generations_eval``. The upper limit
-    is ``per_device_eval_batch_size``, or by default the completions of a training generation on one process. Raise
-    ConfigError if ``per_device_eval_batch_size`` is too small for a whole group.
+    It is the largest number for which the batches of all processes form whole groups of ``num_generations_eval``. The
+    limit is ``per_device_eval_batch_size``. By default, it is the size of a training generation on one process, but at
+    least a whole group. Raise ConfigError if ``per_device_eval_batch_size`` is too small for a whole group.
     """
     if recipe.evaluation.strategy == "no":
         return None

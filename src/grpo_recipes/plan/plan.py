@@ -172,9 +172,9 @@ def _list_notes(
 
 
 def _suggest_prompts_per_step(recipe: Recipe, trainers: int) -> str:
-    """Return a text that suggests the nearest ``prompts_per_step`` for which all trainers get equal parts.
+    """Return the end of the note on idle trainers: the nearest ``prompts_per_step`` that uses all ``trainers``.
 
-    The text is empty if the recipe does not set this key.
+    The text starts with "; ". It is empty if the recipe does not set ``prompts_per_step``.
     """
     prompts = recipe.batch.prompts_per_step
     if prompts is None:

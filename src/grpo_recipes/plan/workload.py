@@ -202,7 +202,7 @@ class Workload(dict[str, Any]):
 
     @property
     def states(self) -> int:
-        """Bytes of the optimizer states on one process; with DeepSpeed, also of its float32 copy of the weights."""
+        """Bytes of the optimizer states on one process. DeepSpeed in 16 bits adds a float32 copy of the weights."""
         name = self["optim"].removeprefix("paged_")
         states = 0 if name in ("adafactor", "sgd") else 1 if name.startswith(("lion", "adagrad", "rmsprop")) else 2
         states += name.startswith("ademamix")  # AdEMAMix has three states

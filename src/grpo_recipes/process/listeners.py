@@ -94,8 +94,8 @@ def _refuses_connections(host: str, port: int) -> bool:
 def find_listening_sockets(host: str, port: int) -> frozenset[int]:
     """Return the inodes of the listening TCP sockets that a connection to ``host:port`` of this machine would reach.
 
-    These are the sockets bound to the address of ``host``, otherwise the sockets bound to every address. The result is
-    empty if no process listens.
+    ``host`` is resolved. The result has the sockets bound to its address, otherwise the sockets bound to every address.
+    It is empty if no process listens. Raise OSError if ``host`` can't be resolved.
     """
     host_address = socket.inet_aton(socket.gethostbyname(host))[::-1].hex().upper()
     listening = [(address, inode) for address, state, inode in _read_tcp_sockets(port) if state == _LISTEN]

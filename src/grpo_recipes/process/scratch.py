@@ -295,9 +295,9 @@ def remove_segments(memory: Path) -> None:
 
 
 def _list_segments() -> dict[int, str]:
-    """Return inode -> name of the files in /dev/shm that have a random name of a library (``_SEGMENT_KINDS``).
+    """Return inode -> name of the files in /dev/shm whose names start as a library's segments do (``_SEGMENT_KINDS``).
 
-    Empty on a system without /dev/shm.
+    ``SegmentRecorder`` calls this during the run. The result is empty on a system without /dev/shm.
     """
     with contextlib.suppress(OSError), os.scandir(SHARED_MEMORY) as entries:  # this system has no shared memory
         return {entry.inode(): entry.name for entry in entries if entry.name.startswith(_SEGMENT_KINDS)}

@@ -239,7 +239,7 @@ def _user_code(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def reward_notes(recipe: Recipe) -> Iterator[str]:
-    """Yield a note for each reward that compares completions, but gets one completion at a time."""
+    """Yield a note for each user reward that compares completions, but is called on one completion at a time."""
     for name in filter(lambda name: ":" in name, recipe.rewards.funcs):
         function = function_source(name) if recipe.rewards.isolation == "completion" else None
         if function is not None and (comparison := find_comparison(function)):

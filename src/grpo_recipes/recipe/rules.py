@@ -187,7 +187,7 @@ def _is_generated(recipe: Recipe) -> bool:
 
 
 def _tracker_callback(name: str) -> str:
-    """Return how to report to a tracker that transformers supports with a callback, or an empty string."""
+    """Return "; " and the fix for a tracker that transformers supports with a callback; "" for other trackers."""
     if name not in TRACKER_CALLBACKS:
         return ""
     callback, (package, _) = TRACKER_CALLBACKS[name]

@@ -248,9 +248,10 @@ def _disable_network() -> None:
 
 
 def _answer_row(reward: Reward, row: int, columns: dict[str, Any], seed: int | None, replies: int) -> None:
-    """Call a reward on one row, and send its score or the reason of its failure to the pool.
+    """Call a reward on one row, and write its score or the reason of its failure to the pipe ``replies``.
 
-    ``columns`` has one entry per argument. If ``seed`` is not None, seed the random numbers first.
+    ``replies`` is a file descriptor that the pool reads. ``columns`` maps each argument to its value for this row. If
+    ``seed`` is not None, seed the random numbers first.
     """
     pid, start = os.getpid(), time.monotonic()
     try:

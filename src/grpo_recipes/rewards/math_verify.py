@@ -47,9 +47,9 @@ _INFINITE = (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
 def math_verify(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
     r"""Return 1.0 if the completion's answer equals the reference solution, 0.0 if it differs or cannot be read.
 
-    The answer is in the last ``<answer>…</answer>`` after any ``</think>``, or in the last ``\boxed{…}`` if there is no
-    such tag. If the reference solution has a ``\boxed{…}``, its last one counts. None if the reference solution cannot
-    be read and the answer is not the same text.
+    The answer is in the last ``<answer>…</answer>`` after any ``</think>``. Without such a tag, it is in the last
+    ``\boxed{…}``. If the reference solution has a ``\boxed{…}``, only its last one is compared. Return None if the
+    reference solution cannot be read, unless the answer is the same text.
     """
     rows = zip(completions, answer, strict=True)
     return [
@@ -101,7 +101,7 @@ def _has_words(answer: answers.Answer) -> bool:
 def _are_equal_items(gold: answers.Answer, answer: answers.Answer) -> bool:
     """Return whether two answers are equal by value, as intervals or inequalities, or as mathematics.
 
-    At most one of them is a list of items.
+    The answers are not both lists: the items of two lists are compared one by one.
     """
     if answers.have_equal_values(gold, answer):
         return True
@@ -159,8 +159,8 @@ def _write_matrix(answer: answers.Answer, compared: str) -> str | None:
 def _are_equal_latex(gold: str, answer: str) -> bool:
     """Return whether two LaTeX expressions are equal by math-verify; False if one can't be parsed or compared.
 
-    A chain such as ``x = 1/2 = 0.5`` is compared by its last side, but a gold ``x = 5`` stays an equation. An answer is
-    wrong if its constant sides differ, as in 41=42. Raise MemoryError, which leaves the completion unscored.
+    The last side of a chain counts, such as 0.5 in ``x = 1/2 = 0.5``. A gold ``x = 5`` stays an equation. An answer
+    with different constant sides is wrong, such as 41=42. A MemoryError is raised: it leaves the completion unscored.
     """
     # The value of a chain such as 3+5=8 is its last step. Its other numbers must equal that value: 41=42 is wrong.
     *earlier, last = _EQUALS.split(gold)

@@ -150,12 +150,13 @@ class RewardPool:
     ) -> list[Score]:
         """Call a reward on each completion in the child processes, and return (B,) scores in order.
 
-        ``completions`` are (B,) texts or lists of chat messages, ``columns`` the reward's other arguments, (B,) each.
-        ``seeds`` are (B,) seeds for random numbers. After more than ``give_up_after`` unscored completions, or once
-        ``stopped`` returns True (it is called a few times per second), the other rows are not called and unscored.
+        ``completions`` are (B,) texts or lists of chat messages. ``columns`` maps names of the reward's other arguments
+        to (B,) values. ``seeds`` are (B,) seeds for random numbers. After more than ``give_up_after`` unscored
+        completions, or once ``stopped`` returns True, no further row is called: the remaining rows are unscored.
+        ``stopped`` is called a few times per second.
 
-        Rows with the same name in ``names`` go to the same child while it lives. Another child must repeat the earlier
-        calls of that name, so it gets their time too.
+        Rows with the same name in ``names`` go to the same child while it lives. A replacement must repeat the earlier
+        calls of that name, so its time limit includes the time for them.
 
         Raise RewardFailed if the reward cannot be loaded, or a column cannot be sent to another process.
         """

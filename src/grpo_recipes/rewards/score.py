@@ -274,7 +274,7 @@ class RewardWrapper:
         return [score.value for score in self.scores]
 
     def _describe_missing_column(self, reason: str) -> str:
-        """Return a note if an error names a dataset column that rewards do not get, with the cause; else ""."""
+        """Return "; " and a note with the cause if an error names a dataset column that rewards do not get; else ""."""
         column = next((name for name in self._left_out if f"'{name}'" in reason), None)
         return f"; column '{column}' is not passed to rewards: {self._left_out[column]}" if column else ""
 

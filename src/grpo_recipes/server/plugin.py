@@ -118,11 +118,11 @@ def _use_plain_linear(layer: Any, remove_weight: bool) -> None:
 
 
 def fingerprint(tensor: torch.Tensor, unit: int | None = None) -> torch.Tensor:
-    """Return a hash of a tensor as an int64: the sum over the hashed bit patterns of ``unit`` bytes each.
+    """Return a hash of a tensor as an int64 tensor: the sum of the hashes of its units.
 
-    A unit is a single element by default. The order of the units does not matter: the fingerprints of the parts of a
-    fused tensor (q, k and v in ``qkv_proj``), or of its shards, add up to the fingerprint of the whole. Zero padding
-    adds nothing. Sums wrap around at 64 bits. Only fingerprints with the same unit are comparable.
+    A unit is ``unit`` bytes, by default a single element. The order of the units does not matter. The fingerprints of
+    parts add up to the fingerprint of the whole: of shards, or of q, k and v in ``qkv_proj``. Zero padding adds
+    nothing. Sums wrap around at 64 bits. Only fingerprints with the same unit are comparable.
     """
     flat, unit = tensor.detach().contiguous().view(-1), unit or tensor.element_size()
     if flat.storage_offset() * flat.element_size() % unit:

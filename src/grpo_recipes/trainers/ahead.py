@@ -1,8 +1,10 @@
-"""Sample ahead: the server samples while the trainers learn from a generation (``overlap_generation``) or score it.
+"""Sample ahead: the server samples while the trainers learn from completions, or score them.
 
-With ``overlap_generation``, a generation is sampled with the weights of the previous generation. TRL's
-importance-sampling ratio corrects for this difference. The server gets new weights only while it is idle. With
-``dynamic_sampling``, the server samples the next round of a generation, with the same weights, during the rewards.
+``overlap_generation``: the server samples the next generation while the trainers learn. The weights are one generation
+old, and TRL's importance-sampling ratio corrects for it. The server gets new weights only while it is idle.
+
+``dynamic_sampling``: the server samples the next round of a generation while rewards score the current round. Both
+rounds use the same weights.
 """
 
 from __future__ import annotations

@@ -227,9 +227,10 @@ class DynamicSampling:
         return indices
 
     def _insert(self, group: int, completions: list[Completion], prompts: list[Any], generated: Columns) -> None:
-        """Write the completions of a new group into the rows, prompts and columns of this rank that ``group`` covers.
+        """Replace this rank's rows of ``group`` by ``completions``, the completions of the whole new group.
 
-        A group can cover rows of two ranks.
+        ``prompts`` and ``generated`` are this rank's prompts and columns. Both are changed in place. A group can cover
+        rows of two ranks, so each rank writes only its own rows.
         """
         first = group * len(completions) - self._trainer.accelerator.process_index * len(prompts)
         for row, completion in enumerate(completions, first):

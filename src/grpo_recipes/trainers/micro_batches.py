@@ -73,8 +73,8 @@ class MicroBatches:
     def weight_token_means(self, metrics: dict[str, list[float]], rows: Rows) -> None:
         """Multiply TRL's last logged means over tokens by the micro-batch's relative number of tokens.
 
-        The mean over the micro-batches that TRL logs is then the mean over the step's tokens. Do nothing for rows
-        that were not sorted.
+        The last values in ``metrics`` are changed in place. The mean over the micro-batches that TRL logs is then the
+        mean over the step's tokens. Do nothing for rows that were not sorted.
         """
         for name in self._token_means if TOKENS in rows else ():
             if metrics.get(name):

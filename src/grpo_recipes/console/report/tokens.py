@@ -26,8 +26,8 @@ class TokenView:
 def read_tokens(sample: Mapping[str, Any], most: int = 64) -> TokenView | None:
     """Return at most ``most`` tokens of a sample of ``samples.jsonl``, or None if it has none.
 
-    Hidden characters are named, so that a token is as long as it looks. Return None for a damaged view, and for a text
-    with a secret, because its tokens can't be masked.
+    Control and zero-width characters become their code, such as ``U+200B``. Spaces, tabs and line breaks stay. Return
+    None for a damaged view. Also return None for a text with a secret, because its tokens can't be masked.
     """
     view = sample.get("token_view")
     values = view if isinstance(view, dict) else {}

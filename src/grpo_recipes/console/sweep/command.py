@@ -144,7 +144,10 @@ class _TranslatedSpec(SweepSpec):
     translated: FlagsOf = field(kw_only=True)
 
     def make_flags(self, values: Mapping[str, str]) -> list[str]:
-        """Return the recipe flags of the trial with these values: the extension's, then the flags of all trials."""
+        """Return the recipe flags of the trial with these values: the extension's, then the flags of all trials.
+
+        ``values`` maps recipe keys to texts.
+        """
         return [*self.translated(values), *self.flags]
 
 
@@ -168,10 +171,10 @@ class TranslatedSweep(Sweeper):
         return self._backend.resources(environment)
 
     def axes(self, axes: Mapping[str, list[str]], flags: Sequence[str]) -> Mapping[str, list[str]]:
-        """Return the values of each recipe key; in a search, a range becomes a list of its two ends.
+        """Return the values of each recipe key. In a search, a range such as ``1..5`` becomes the list of its two ends.
 
-        ``flags`` are the flags of all trials. The settings of a search are stored for ``start``. Raise ConfigError if
-        they are wrong.
+        ``axes`` maps recipe keys to texts. ``flags`` are the flags of all trials. The settings of a search are stored
+        for ``start``. Raise ConfigError if a value or a setting is wrong.
         """
         if not self._options.search:
             return axes

@@ -351,9 +351,9 @@ class SignalForwarder:
             child.send_signal(signum if signum == signal.SIGUSR1 else signal.SIGINT)
 
     def is_stop_requested(self) -> bool:
-        """Return whether a signal, or the stop file that ``grpo stop`` writes, requested the end of the sweep.
+        """Return whether the sweep must end: a signal has arrived, or `grpo stop` has written the sweep's stop file.
 
-        If a stop file is found, also send SIGINT to the running launch.
+        If the stop file exists before any signal, also send SIGINT to the running launch, once.
         """
         if self.first_signal is None and self._request is not None and self._request.exists():
             self._handle_signal(signal.SIGINT, None)

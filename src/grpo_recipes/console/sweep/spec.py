@@ -67,7 +67,10 @@ class SweepSpec:
     search: Search | None = None  # None to run every combination
 
     def make_flags(self, values: Mapping[str, str]) -> list[str]:
-        """Return the recipe flags of the trial with these values: the flags of all trials, then ``--KEY=VALUE``."""
+        """Return the recipe flags of the trial with these values: the flags of all trials, then ``--KEY=VALUE``.
+
+        ``values`` maps recipe keys to texts.
+        """
         return [*self.flags, *(f"--{key}={value}" for key, value in values.items())]
 
 
@@ -245,7 +248,8 @@ def make_trials(spec: SweepSpec, environment: Mapping[str, str], device: str) ->
 def make_trial_name(values: Mapping[str, str]) -> str:
     """Return a name for a trial's folder such as ``learning_rate=1e-6,seed=2``.
 
-    Only the last 40 characters of a value are used, so the names of two trials may be equal.
+    ``values`` maps recipe keys to texts. Only the last 40 characters of a value are used, so the names of two trials
+    may be equal.
     """
     return ",".join(f"{key}={_UNSAFE.sub('-', value)[-_MAX_VALUE:]}" for key, value in values.items())
 

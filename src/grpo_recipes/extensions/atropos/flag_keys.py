@@ -54,7 +54,7 @@ class Translation:
         return self.uses_base and row.default is not None and self.explicit.isdisjoint(row.replaced_by.split())
 
     def set_keys(self, name: str, keys: Mapping[str, Any]) -> None:
-        """Set recipe keys for the flag or variable ``name``.
+        """Set recipe keys for the flag or variable ``name``. ``keys`` maps recipe keys to their new values.
 
         If the user set both the flag and one of its keys on the command line, add a problem. If the user did not set
         the flag, keys that the user set on the command line or by variables are not changed.

@@ -126,9 +126,10 @@ def _launch(request: AtroposLaunch) -> int:
 
 
 def _rename_keys(error: ConfigError, keys: Mapping[str, Value]) -> ConfigError:
-    """Return the same ConfigError with this program's flags in its messages instead of recipe keys.
+    """Return a copy of a ConfigError that names this program's flags instead of recipe keys.
 
-    The fix "remove --vllm-port" becomes "set another --vllm-port", because without the flag its default is used.
+    ``keys`` maps recipe keys to their values. The ``source`` of a value is the flag that sets it. The fix
+    "remove --vllm-port" becomes "set another --vllm-port", because without the flag its default is used.
     """
     removal, fix = f"remove {PORT} and let the launcher choose", f"set another {PORT}"
     problems = with_flags_of(error, keys).problems

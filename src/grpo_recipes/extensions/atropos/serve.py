@@ -269,7 +269,7 @@ def describe_changes(base: BaseModel, config: BaseModel, args: Collection[str]) 
 
 
 def _replace_values(base: BaseModel, values: Mapping[str, Any]) -> Any:
-    """Return a copy of a configuration with some values replaced; raise ConfigError if pydantic rejects values."""
+    """Return a copy of a configuration with the fields in ``values``; raise ConfigError if pydantic rejects one."""
 
     def list_problems(error: ValidationError) -> ConfigError:
         """Convert pydantic's error to a ConfigError with a problem for each wrong value."""

@@ -214,7 +214,8 @@ class RunServer(APIServer):
     def _build_body(self, parameters: dict[str, Any]) -> dict[str, Any]:
         """Return the JSON body of a request: its parameters, and the run's or neutral values of missing parameters.
 
-        ``max_tokens`` is limited to ``longest_completion``. The first request beyond the limit prints a message.
+        ``extra_body`` is removed from ``parameters`` and its entries join the body. ``max_tokens`` is limited to
+        ``longest_completion``. The first request beyond the limit prints a message.
         """
         extra = parameters.pop("extra_body", None) or {}
         explicit = {

@@ -3,7 +3,7 @@
 The jail contains only /usr, the C library and this environment's Python. It has its own processes, an empty /tmp, and
 no variable of the caller. As root, the program gets another user id, because the kernel does not limit root.
 
-    run_program("print(input())", "7", seconds=4, memory_bytes=2**30)  # "7\n"
+    run_program("print(input())", "7", seconds=4, memory_bytes=2**30)  # "7\n", or None if the program failed
 """
 
 import contextlib

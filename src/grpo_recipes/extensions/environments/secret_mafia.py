@@ -77,8 +77,9 @@ def list_messages_today(observations: Iterable[Sequence[Any]]) -> list[str]:
 def find_known_sides(game: Mapping[str, Any], seat: int, observations: Iterable[Sequence[Any]]) -> dict[int, bool]:
     """Return the sides that a seat knows: a mapping from player to whether the player is a member of the Mafia.
 
-    A member of the Mafia knows all sides. Other seats know the results of investigations that the game has sent them.
-    ``observations`` are the seat's messages: (sender, text, kind), with sender -1 for the game.
+    A member of the Mafia knows all sides. Other seats know the results of investigations that the game has sent them,
+    but their own side is not in the mapping. ``observations`` are the seat's messages: (sender, text, kind), with
+    sender -1 for the game.
     """
     roles = game["player_roles"]
     if roles[seat] == "Mafia":

@@ -196,9 +196,10 @@ def _start_sweep(options: argparse.Namespace, overrides: list[tuple[str, Overrid
 
 
 def _list_values(word: str, override: Override) -> list[str]:
-    """Return the values of a Hydra override as texts: of ``key=a,b`` and ``key=[a,b]`` each, else the only value.
+    """List the values of a Hydra override as texts: the values of a sweep or a list, or else the only value.
 
-    Raise ConfigError for sweeps that do not list their values.
+    ``key=a,b``, ``key=[a,b]`` and ``key=range(1,3)`` have several values. Raise ConfigError for a sweep whose values
+    can't be listed, such as ``key=interval(0,1)``. ``word`` is the override on the command line, for the message.
     """
     if override.is_sweep_override():
         fix = "write values between commas, or LOW..HIGH or log:LOW..HIGH with --search optuna"
