@@ -67,6 +67,7 @@ TESTS: dict[str, str] = {
     **dict.fromkeys(
         (
             "test_a_game_is_played_with_moves_that_it_takes", "test_an_episode_is_played_and_shown",
+            "test_an_episode_of_a_trl_environment_calls_each_method_once",
             "test_a_template_carries_the_roles_of_every_environment", "test_an_episode_has_one_limit",
             "test_a_template_is_asked_for_the_roles_of_an_environment_alone",
             "test_a_template_shows_the_tools_of_an_environment", "test_the_template_of_a_model_that_is_here_is_read",

@@ -37,3 +37,11 @@ def test_equal_rows_start_different_episodes_of_a_trl_environment(load) -> None:
     rows = [{"problem": "a", "answer": "1"}] * 3
     assert len(load(rows).dataset) == 1
     assert len(load(rows, environment="a.py:Game").dataset) == 3
+
+
+def test_rows_without_solutions_train_if_the_environment_gives_the_only_reward(load) -> None:
+    keys = {"environment": "a.py:Game", "reward_funcs": ["environment"]}
+    assert load([{"problem": "a"}, {"problem": "b"}], **keys).dataset["answer"] == ["", ""]
+    rows = [{"problem": "a", "answer": "1"}, {"problem": "b", "answer": None}, {"problem": "", "answer": "1"}]
+    assert load(rows, **keys).dataset["answer"] == ["1", ""]
+    assert load(rows, **keys | {"reward_funcs": ["environment", "math_verify"]}).dataset["answer"] == ["1"]

@@ -10,9 +10,11 @@ import pytest
 from golden import compare_messages, golden_files
 
 from grpo_recipes import cli
+from grpo_recipes.extensions.environments.recipe import uses_trl_environment
 from grpo_recipes.recipe import Recipe, read_recipe
 from grpo_recipes.recipe.check import check, notes
 from grpo_recipes.recipe.sources import rollout_class, source_of, user_code
+from grpo_recipes.recipe.user_code import copy_source
 
 GAME = Path(__file__).parents[1] / "rollouts/wild_environment.py"
 PLAYS = {"dataset_name": None, "environment": f"{GAME}:Sums", "reward_funcs": ["environment"]}
@@ -119,10 +121,13 @@ def test_a_trl_environment_is_only_played_in_a_training(tmp_path: Path, capsys: 
         'chat_template: "{% if tools %}{{ tools }}{% endif %}{% for message in messages %}<|{{ message.role }}|>'
         '{{ message.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"\n'
     )
-    for command, message in (("check-rewards", "the rewards need episodes"), ("play", "Shop' is a TRL environment")):
+    for command, message, fix in (
+        ("check-rewards", "the rewards need episodes", "run grpo launch with --max_steps 1"),
+        ("play", "Shop' is a TRL environment", "run grpo check --deep, which plays an episode"),
+    ):
         assert cli.main([command, str(recipe)]) == 2
         told = capsys.readouterr().err
-        assert message in told and "Fix: run grpo launch with --max_steps 1" in told
+        assert message in told and f"Fix: {fix}" in told
 
 
 def test_a_missing_class_is_the_only_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,3 +249,38 @@ def test_a_trl_environment_keeps_its_dataset_and_rewards(read: Read, tmp_path: P
     assert check(read(**keys, **local), {}) == []
     (problem,) = check(read(**local), {})
     assert "needs 'environments', which no reward gets" in problem.what
+
+
+def test_rows_of_a_trl_environment_need_no_solution(read: Read, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"problem": "a"}\n' * 300)
+    keys = {"dataset_name": str(tmp_path / "rows.jsonl"), "environment": f"{GAME.with_name('trl_shop.py')}:Shop"}
+    assert check(read(**keys, reward_funcs=["environment"]), {}) == []
+    (problem,) = check(read(**keys, reward_funcs=["environment", "math_verify"]), {})
+    assert "has no column 'answer'" in problem.what
+    (tmp_path / "rows.jsonl").write_text('{"problem": "a", "answer": ""}\n' * 300)
+    assert check(read(**keys, reward_funcs=["environment"]), {}) == []
+    (problem,) = check(read(**keys, reward_funcs=["environment", "math_verify"]), {})
+    assert "has no solution in the first" in problem.what
+
+
+def test_a_run_keeps_the_form_of_its_environment(read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's file may change after the run has started."""
+    file, with_step = tmp_path / "own/shop.py", "    def step(self, action): ...\n"
+    file.parent.mkdir()
+    shop = (
+        "class Shop:\n    def reset(self, **columns): ...\n    def price(self, item: str) -> int:\n"
+        "        'Look up a price.'\n        return 1\n"
+    )
+    file.write_text(shop)
+    recipe = read(environment=f"{file}:Shop")
+    copy = copy_source(f"{file}:Shop", tmp_path / "rewards")
+    (tmp_path / "run.json").write_text("{}")
+    changed = shop.replace("class Shop:\n", f"class Shop:\n{with_step}")
+    file.write_text(changed)
+    assert uses_trl_environment(recipe.__getitem__) and check(recipe, {}) == []
+    lookup = {"environment": f"{file}:Shop", "dataset_name": "x"}.get
+    assert not uses_trl_environment(lookup)
+    monkeypatch.setenv("GRPO_RUN_DIR", str(tmp_path))  # as in a training process
+    assert uses_trl_environment(lookup)
+    copy.write_text(changed)
+    assert not uses_trl_environment(lookup) and not uses_trl_environment(recipe.__getitem__)

@@ -253,6 +253,65 @@ def test_an_episode_is_played_and_shown(read, tmp_path):
     assert "unexpected keyword argument 'turns'); use the arguments of Sums(" in problem
 
 
+SHOP = """
+class Shop:
+    def __init__(self, currency="EUR"):
+        self.total, self.currency = 0, currency
+
+    def reset(self, prompt, **columns):
+        return f" In {self.currency}!"
+
+    def buy(self, item: str, count: int, gift: bool = False) -> str:
+        '''
+        Buy.
+
+        Args:
+            item: Name.
+            count: Pieces.
+            gift: Wrapped.
+        '''
+        self.total += 1
+        return f"{count} of {item!r} in {self.currency}"
+
+    def price(self, item: str) -> int:
+        '''
+        Look up.
+
+        Args:
+            item: Name.
+        '''
+        return {"pear": 3}[item]
+
+    def get_reward(self):
+        return self.total / 4
+"""
+
+
+def test_an_episode_of_a_trl_environment_calls_each_method_once(read, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"problem": "Buy a pear."}\n' * 8)
+    (tmp_path / "shop.py").write_text(SHOP)
+    template = (
+        "{% if tools %}{{ tools }}<tool_call>{% endif %}{% for m in messages %}"
+        "<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    keys = {**SMOKE, "dataset_name": "rows.jsonl", "environment": "shop.py:Shop", "chat_template": template}
+    keys |= {"environment_args": {"currency": "USD"}, "reward_funcs": ["environment"], "max_completion_length": 64}
+    told = seen(read(**keys), tmp_path)
+    assert re.search(r"shop.py:Shop: \d+ tokens from the environment, reward 0.25, ended after 2 turns\n", told)
+    assert (
+        "  [user] Buy a pear. In USD!\n"
+        '  [policy] dummy calls: buy({"item": "0", "count": 0}), price({"item": "0"})\n'
+        "  [tool] 0 of '0' in USD\n  [tool] Error: KeyError: '0'\n  [policy] <answer>0</answer>"
+    ) in told
+    (tmp_path / "shop.py").write_text(SHOP.replace("/ 4", "/ 0"))
+    (problem,) = refused(read(**keys), tmp_path)
+    assert "recipe.yaml:" in problem and "'shop.py:Shop' failed in get_reward: ZeroDivisionError" in problem
+    (tmp_path / "shop.py").write_text(SHOP.replace('return f" In', 'return 1 + f" In'))
+    (problem,) = refused(read(**keys), tmp_path)
+    assert "'shop.py:Shop' failed in reset: TypeError" in problem
+
+
 def test_a_template_that_ends_turns_where_sampling_does_not_is_refused_for_several(read, tmp_path):
     game = Path(__file__).parents[1] / "rollouts/wild_environment.py"
     template = "{% for one in messages %}{{ one['content'] }}</answer>{% endfor %}"

@@ -36,6 +36,7 @@ from grpo_recipes.recipe import datafiles
 from grpo_recipes.recipe.configs import DatasetConfig, DatasetMixtureConfig, ScriptArguments
 from grpo_recipes.recipe.generated import generated
 from grpo_recipes.recipe.shapes import COLUMN_KEYS, DataSource, Message, answer_of, chat_of, root_of, value_at
+from grpo_recipes.recipe.sources import needs_solutions
 
 Batch = dict[str, list[Any]]
 
@@ -239,14 +240,17 @@ def make_problems(
 ) -> Problems:
     """Convert rows to problems, ``batch_rows`` at a time when they are read, and add to ``counts``.
 
-    Rows without a prompt or a solution are dropped. Raise ConfigError if a column is missing, or if a stream without
-    a schema has no rows. A prompt that is neither text nor chat raises ConfigError when its batch is read.
+    Rows without a prompt or a solution are dropped. If the recipe needs no solutions, a missing one is an empty answer.
+    Raise ConfigError if a column is missing, or if a stream without a schema has no rows. A prompt that is neither text
+    nor chat raises ConfigError when its batch is read.
     """
     names = list_columns(rows)
     if not names:
         raise config_error(f"'{source.id}'", "the dataset has no rows", "name a dataset with rows")
-    needed = {source.prompt: source.keys[0], source.solution: source.keys[1]}
+    needed, with_solution = {source.prompt: source.keys[0]}, needs_solutions(lambda key: getattr(args, key, None))
     known = rows.features or Dataset.from_dict(next(rows.iter(BATCH_ROWS))).features
+    solution_columns = [source.solution] * (with_solution or _get_feature(known, source.solution) is not None)
+    needed |= dict.fromkeys(solution_columns, source.keys[1])
     require_columns(source.id, known, needed | dict.fromkeys(source.others or (), source.keys[0]))
     extra_columns = source.others
     if extra_columns is None:
@@ -256,7 +260,7 @@ def make_problems(
         extra_columns = tuple(name for name in columns if name not in left_out)
     passed = {datafiles.last_part(name): _simplify_type(_get_feature(known, name)) for name in extra_columns}
     # Unselected columns are not decoded. In datasets with images, decoding them takes most of the time.
-    read = [source.prompt, source.solution, *extra_columns]
+    read = [source.prompt, *solution_columns, *extra_columns]
     rows = rows.select_columns(list(dict.fromkeys(root_of(column, names) for column in read)))
 
     def convert_batches() -> Iterator[Batch]:
@@ -274,9 +278,10 @@ def make_problems(
                 return
             values = {column: _get_values(batch, column) for column in read}
             prompts = [chat_of(value, source, system) for value in values[source.prompt]]
-            solutions = _round_to_written(values[source.solution], _get_feature(known, source.solution))
+            solutions = values.get(source.solution, [None] * len(prompts))
+            solutions = _round_to_written(solutions, _get_feature(known, source.solution))
             answers = [answer_of(value, marker, source) for value in solutions]
-            usable = [index for index, prompt in enumerate(prompts) if prompt and answers[index][0]]
+            usable = [i for i, prompt in enumerate(prompts) if prompt and (answers[i][0] or not with_solution)]
             counts.read += len(prompts)
             counts.empty += len(prompts) - len(usable)
             counts.unmarked += sum(unmarked for _, unmarked in answers)

@@ -29,7 +29,7 @@ from grpo_recipes.recipe.datafiles import (
 )
 from grpo_recipes.recipe.generated import SPLITS, generated, has_scheme, is_misspelled, schemes
 from grpo_recipes.recipe.shapes import COLUMN_KEYS, DataSource, answer_of, chat_of, root_of, usable_columns, value_at
-from grpo_recipes.recipe.sources import source_of, starts_from_rows
+from grpo_recipes.recipe.sources import needs_solutions, source_of, starts_from_rows
 from grpo_recipes.recipe.user_code import missing_argument_problems
 
 HUB_NAME = re.compile(r"(?!\.)[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)  # "./name" is a path
@@ -239,8 +239,8 @@ def _no_file(where: str, name: str, path: Path) -> Iterator[Problem]:
 
 def _columns_and_rows(source: DataSource, head: Head, place: _Place, recipe: Recipe) -> Iterator[Problem]:
     """Yield problems for missing columns in the head of a dataset, and for first rows of the wrong kind."""
-    broken = False
-    for column, key in zip((source.prompt, source.solution), source.keys, strict=True):
+    broken, columns = False, [source.prompt, *[source.solution] * needs_solutions(recipe.__getitem__)]
+    for column, key in zip(columns, source.keys, strict=False):
         problem = _no_column(source, head, column, for_solution=column != source.prompt)
         if problem:
             broken = True
@@ -287,7 +287,7 @@ def _wrong_rows(source: DataSource, head: Head, place: _Place, recipe: Recipe) -
             (problem,) = error.problems
             yield replace(problem, where=place(key))
             continue
-        if filled and not any(filled):
+        if filled and not any(filled) and (content == "prompt" or needs_solutions(recipe.__getitem__)):
             usable = usable_columns(head.rows, source, content == "solution")
             candidates = [name for name in usable if name not in (source.prompt, source.solution)]
             fix = f"write one of {', '.join(candidates)}" if candidates else f"add a {content} to each row"

@@ -281,6 +281,15 @@ def copy_path(spec: str, folder: Path) -> Path:
     return folder / ("__".join("up" if part == ".." else part for part in parts) + ".py")
 
 
+def find_copy(spec: str, run: Path) -> Path | None:
+    """Return the copy of the file in ``spec`` that the run in this folder uses.
+
+    Return None for a module, which is imported by name, without a copy, and if the folder is not a run directory.
+    """
+    copy, is_file = copy_path(spec, run / REWARD_COPIES), split_spec(spec)[0].endswith(".py")
+    return copy if is_file and (run / "run.json").is_file() and copy.is_file() else None
+
+
 def copy_source(spec: str, folder: Path) -> Path:
     """Copy the file of ``spec`` to ``folder`` unless it has a copy there; return the path of the copy.
 

@@ -23,7 +23,7 @@ from grpo_recipes.recipe.keys import catalogue, environment_keys, nearest_of
 from grpo_recipes.recipe.registry import SOURCE_REWARD
 from grpo_recipes.recipe.rules import OF_DATASETS, Rule, evaluates, is_url, set_by_user, uses_external_server
 from grpo_recipes.recipe.sources import Lookup, PromptSource
-from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, spec_problem
+from grpo_recipes.recipe.user_code import find_copy, spec_problem
 
 INSTALL = "EXTRAS=environments make setup"
 _API_URL = "atropos_api_url"
@@ -228,9 +228,7 @@ def find_unchecked_arguments(recipe: Recipe) -> Iterator[str]:
 
 def _find_code_problems(recipe: Recipe, spec: str, where: str) -> Iterator[Problem]:
     """Yield a problem if the user's code in ``spec`` can't be loaded and the run directory has no copy of it."""
-    run = recipe.path.parent
-    copied = (run / "run.json").exists() and copy_path(spec, run / REWARD_COPIES).exists()
-    if not copied and (problem := spec_problem(spec, where)):
+    if not find_copy(spec, recipe.path.parent) and (problem := spec_problem(spec, where)):
         yield problem
 
 

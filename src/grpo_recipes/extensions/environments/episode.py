@@ -176,37 +176,46 @@ def make_environment_pool(
     )
 
 
-def play_turns(recipe: Recipe, index: int, seed: int, act: Callable[[Turn], str]) -> Iterator[Turn]:
+def play_turns(
+    recipe: Recipe, index: int, seed: int, act: Callable[[Turn], str], function: str = PLAY, setup: str | None = None,
+    calls: Sequence[str] = (),
+) -> Iterator[Turn]:  # fmt: skip
     """Play an episode in a child process; yield the first turn, then the environment's answer to each action.
 
     ``act`` returns the policy's action for a turn, and the game draws the moves of all opponents. ``index`` selects the
-    recipe's environment. The episode ends after at most ``environment_max_turns`` actions. Raise ConfigError if the
-    environment fails.
+    recipe's environment. The episode ends after at most ``environment_max_turns`` actions. The child process calls
+    ``function`` with ``setup``, by default the environment's arguments. ``calls`` names what it does for each turn, in
+    messages, and limits the turns. Raise ConfigError if the environment fails.
     """
     spec, arguments, _ = list_episode_environments(recipe.__getitem__)[index]
-    episode = Episode(0, spec, json.dumps(arguments, sort_keys=True), seed)
+    episode = Episode(0, spec, setup or json.dumps(arguments, sort_keys=True), seed)
+    max_turns = len(calls) - 1 if calls else EnvironmentKeys(recipe).max_turns
     columns: dict[str, Sequence[Any]] = {
         "environment": [spec], "arguments": [episode.arguments], "seed": [seed], "episode": ["played/0"],
     }  # fmt: skip
-    with make_environment_pool(recipe.__getitem__, None, workers=1) as pool:
-        while not episode.done and len(episode.policy_actions) < EnvironmentKeys(recipe).max_turns:
+    with make_environment_pool(recipe.__getitem__, None, workers=1, function=function) as pool:
+        while not episode.done and len(episode.policy_actions) < max_turns:
             episode.actions += [act(episode.policy_turns[-1])] if episode.turns else []
             while True:
                 turn_columns = {**columns, "last_digest": [episode.last_digest]}
-                (score,) = pool.score(PLAY, [episode.actions], turn_columns, names=["played/0"])
+                (score,) = pool.score(function, [episode.actions], turn_columns, names=["played/0"])
                 episode.add_answer(score)
                 if episode.failed:
-                    raise _make_failure_error(recipe, index, episode)
+                    raise _make_failure_error(recipe, index, episode, calls)
                 if not episode.turns[-1].opponent:
                     break
                 episode.actions.append("")  # no model plays here: the game draws the opponent's move
             yield episode.policy_turns[-1]
 
 
-def _make_failure_error(recipe: Recipe, index: int, episode: Episode) -> ConfigError:
-    """Return a ConfigError for a failed episode: the turn that failed, the reason, and the recipe key that may help."""
+def _make_failure_error(recipe: Recipe, index: int, episode: Episode, calls: Sequence[str]) -> ConfigError:
+    """Return a ConfigError for a failed episode: the turn that failed, the reason, and the recipe key that may help.
+
+    ``calls`` names the turns; if it is empty, they are the reset and numbered turns.
+    """
     reason = str(episode.failed)
     limit = f" of {EnvironmentKeys(recipe).timeout:g} s" if reason == TIME_LIMIT else ""
-    call = f"turn {len(episode.policy_turns)}" if episode.turns else "reset"
+    number = len(episode.policy_turns)
+    call = calls[number] if calls else f"turn {number}" if number else "reset"
     fix = f"correct it, or {_LIMITS.get(reason, 'its environment_args')}"
     return config_error(locate_environment(recipe, index), f"'{episode.spec}' failed in {call}: {reason}{limit}", fix)

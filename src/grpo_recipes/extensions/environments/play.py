@@ -42,8 +42,8 @@ def play(options: argparse.Namespace) -> int:
         message = f"completions of {source.title} are sampled elsewhere and can't be typed here"
         raise config_error(display_path(recipe.path), message, source.unchecked_rewards[1])
     if uses_trl_environment(recipe.__getitem__):
-        message = f"'{EnvironmentKeys(recipe).environment}' is a TRL environment, which only a training plays"
-        raise config_error(display_path(recipe.path), message, "run grpo launch with --max_steps 1")
+        message = f"'{EnvironmentKeys(recipe).environment}' is a TRL environment, which can't be played by hand"
+        raise config_error(display_path(recipe.path), message, "run grpo check --deep, which plays an episode")
     if not entries:
         fix = "add environment: file.py:Class, or an environment of a library, e.g. textarena:SecretMafia-v0"
         raise config_error(

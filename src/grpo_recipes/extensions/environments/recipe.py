@@ -4,11 +4,14 @@ list_episode_environments(recipe.__getitem__)  # [("textarena:Nim-v0", {}, 1.0)]
 """
 
 import itertools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from grpo_recipes.extensions.environments.libraries import LIBRARIES
-from grpo_recipes.recipe.user_code import class_methods
+from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.user_code import class_methods, find_copy
 from grpo_recipes.rollouts.turns import SCRIPTED
 
 
@@ -27,12 +30,16 @@ def list_episode_environments(recipe: Callable[[str], Any]) -> list[tuple[str, d
 def uses_trl_environment(recipe: Callable[[str], Any]) -> bool:
     """Return whether ``environment`` is a class for TRL's ``environment_factory``: it has no step, but a dataset.
 
-    ``recipe`` looks up a key. A class whose source does not show all methods counts if the recipe has a dataset.
+    ``recipe`` looks up a key. A run's copy of the class decides: for ``Recipe.__getitem__`` in the folder of the
+    recipe, else in the run of this process. A class whose source does not show all methods counts if the recipe has a
+    dataset.
     """
     spec = recipe("environment")
     if not spec or spec.partition(":")[0] in LIBRARIES or not (recipe("dataset_name") or recipe("dataset_mixture")):
         return False
-    return "step" not in (class_methods(spec) or {})
+    owner = getattr(recipe, "__self__", None)
+    run = owner.path.parent if isinstance(owner, Recipe) else os.environ.get("GRPO_RUN_DIR")
+    return "step" not in (class_methods(spec, find_copy(spec, Path(run)) if run else None) or {})
 
 
 def split_episodes(recipe: Callable[[str], Any], count: int) -> list[int]:

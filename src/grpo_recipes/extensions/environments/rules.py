@@ -30,14 +30,7 @@ from grpo_recipes.recipe.registry import SOURCE_REWARD, benchmarks, rewards
 from grpo_recipes.recipe.rules import OF_DATASETS, Idle, Rule, evaluates, set_by_user, starts_server
 from grpo_recipes.recipe.sources import Lookup, PromptSource
 from grpo_recipes.recipe.tasks import MAXENT, task_of
-from grpo_recipes.recipe.user_code import (
-    REWARD_COPIES,
-    call_parameters,
-    class_methods,
-    copy_path,
-    function_source,
-    spec_problem,
-)
+from grpo_recipes.recipe.user_code import call_parameters, class_methods, find_copy, function_source, spec_problem
 from grpo_recipes.rollouts.turns import BASE, POLICY
 
 # Keys of environments that also apply to tools.
@@ -230,8 +223,7 @@ def _check_environment(recipe: Recipe, index: int, spec: str, arguments: dict[st
     created, except by verifiers. The user's file is not checked if the run has a copy.
     """
     line, (kind, colon, name) = locate_environment(recipe, index), spec.partition(":")
-    run, python = recipe.path.parent, find_python(recipe.__getitem__)
-    has_copy = (run / "run.json").exists() and copy_path(spec, run / "rewards").exists()
+    python = find_python(recipe.__getitem__)
     if not spec:
         is_entry = EnvironmentKeys(recipe).environment is None
         message, key = ("an environment has no id", "id") if is_entry else ("environment is empty", "environment")
@@ -246,7 +238,7 @@ def _check_environment(recipe: Recipe, index: int, spec: str, arguments: dict[st
             fix = "set opponents: policy"
             fix += ", or add use_peft: true and weight_sync: lora" if starts_server(recipe) else ""
             yield Problem(locate_environment(recipe, index, "args"), message, fix)
-    elif not has_copy and (code_problem := spec_problem(spec, line, python is None)):
+    elif not find_copy(spec, recipe.path.parent) and (code_problem := spec_problem(spec, line, python is None)):
         library = nearest_of(kind.replace("-", "_"), LIBRARIES) if colon else None
         yield replace(code_problem, fix=f"use {library}:{name}") if library else code_problem
     if kind == "openenv" and not EnvironmentKeys(recipe).network:
@@ -355,13 +347,12 @@ def _check_benchmark_opponents(recipe: Recipe, environment: Mapping[str, str]) -
 
 def _check_tools(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
     """Yield a problem for each tool that is missing, repeated, or lacks type hints or a docstring; no code is run."""
-    run, specs = recipe.path.parent, EnvironmentKeys(recipe).tools or []
+    specs = EnvironmentKeys(recipe).tools or []
     for index, spec in enumerate(specs):
-        line, copy = recipe.location("tools", index), copy_path(spec, run / REWARD_COPIES) if ":" in spec else run
-        has_copy = (run / "run.json").exists() and copy.is_file()
-        if not has_copy and (problem := spec_problem(spec, line)):
+        line, copy = recipe.location("tools", index), find_copy(spec, recipe.path.parent)
+        if copy is None and (problem := spec_problem(spec, line)):
             yield problem
-        elif (function := function_source(spec, copy if has_copy else None)) is not None:
+        elif (function := function_source(spec, copy)) is not None:
             yield from _find_missing_parts(line, spec, function)
     names = [spec.partition(":")[2] for spec in specs]
     if repeated := next((name for name in names if names.count(name) > 1), ""):
@@ -386,8 +377,9 @@ def _check_trl_environments(recipe: Recipe, environment: Mapping[str, str]) -> I
     TRL's ``environment_factory`` accepts them: they need a dataset, and methods that the policy can call.
     """
     for index, (spec, _, _) in enumerate(list_episode_environments(recipe.__getitem__)):
-        copy, line = copy_path(spec, recipe.path.parent / REWARD_COPIES), locate_environment(recipe, index)
-        methods = None if spec.partition(":")[0] in LIBRARIES else class_methods(spec, copy if copy.is_file() else None)
+        line = locate_environment(recipe, index)
+        is_library = spec.partition(":")[0] in LIBRARIES
+        methods = None if is_library else class_methods(spec, find_copy(spec, recipe.path.parent))
         if methods is None or "step" in methods:
             continue
         message = f"'{spec}' has no step, as in TRL"

@@ -8,13 +8,14 @@ import base64
 import inspect
 import json
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.extensions.environments.stage import play_turn
 from grpo_recipes.extensions.environments.tools import list_methods, make_results_turn, make_text
+from grpo_recipes.recipe.datafiles import solution_names
 from grpo_recipes.recipe.user_code import load_object
 from grpo_recipes.rewards.score import Score, describe_error, get_async_runner, list_accepted_columns, select_columns
 from grpo_recipes.rollouts.turns import Environment, Noise, Turn
@@ -22,6 +23,14 @@ from grpo_recipes.secrets import mask_secrets
 
 PLAY = "grpo_recipes.extensions.environments.trl_environments:play"  # name of ``play`` for the pool of child processes
 _MAX_STATE = 100_000  # bytes of the attributes that rewards get
+
+
+def make_setup(recipe: Callable[[str], Any], copies: Path, row: Mapping[str, Any]) -> str:
+    """Return the setup of an episode from a dataset row, as JSON for ``TRLEnvironment``; ``recipe`` looks up a key."""
+    columns = recipe("dataset_solution_column"), recipe("eval_dataset_solution_column")
+    solutions = dict.fromkeys(solution_names(columns, recipe("dataset_mixture")), row.get("answer"))
+    setup = {"copies": str(copies), "arguments": recipe("environment_args") or {}, "row": {**solutions, **row}}
+    return json.dumps(setup, default=str)
 
 
 class SavedEnvironment(str):

@@ -7,6 +7,7 @@ import json
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from grpo_recipes.extensions.environments.episode import Episode
 from grpo_recipes.extensions.environments.episodes import Episodes
 from grpo_recipes.extensions.environments.stage import hash_turn, parse_turn
 from grpo_recipes.extensions.environments.tool_episodes import ToolEpisodes
-from grpo_recipes.extensions.environments.trl_environments import PLAY, SavedEnvironment
+from grpo_recipes.extensions.environments.trl_environments import PLAY, SavedEnvironment, make_setup
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
-from grpo_recipes.recipe.datafiles import ENVIRONMENTS, solution_names
+from grpo_recipes.recipe.datafiles import ENVIRONMENTS
 from grpo_recipes.recipe.registry import SOURCE_REWARD
 from grpo_recipes.rewards.chance import make_call_seed
 from grpo_recipes.rewards.score import Score
@@ -36,18 +37,15 @@ class TRLEpisodes(ToolEpisodes):
         self._specs = {}  # the class is loaded by its own name, like rewards in the same file
         # By row: the episode as the child process sees it. Its actions are the calls of the turns that ended in time.
         self._sent: dict[int, Episode] = {}
-        columns = script_args.dataset_solution_column, script_args.eval_dataset_solution_column
-        self._solutions = solution_names(columns, script_args.dataset_mixture)
 
     def _make_episode(self, row_index: int, row: dict[str, Any]) -> Episode:
         """Return the episode of a dataset row before its first turn, and store a second one for the child process.
 
         The class's ``reset`` gets the columns of the row as arguments.
         """
-        setup = {"copies": str(self._copies), "arguments": self._script.environment_args or {}}
-        setup["row"] = {**dict.fromkeys(self._solutions, row.get("answer")), **row}
+        setup = make_setup(partial(getattr, self._script), self._copies, row)
         seed = make_call_seed(self._args.seed, f"{self._name}/{row_index}")
-        fields = row_index, self._script.environment, json.dumps(setup, default=str), seed
+        fields = row_index, self._script.environment, setup, seed
         self._sent[row_index] = Episode(*fields)
         return Episode(*fields)
 
