@@ -39,12 +39,12 @@ def make_venv(folder: Path) -> Path:
 
 
 def install_fakes(packages: Path) -> None:
-    """Install the fake library in version 99.0, and our NumPy."""
+    """Install the fake library in version 0.3.99, and our NumPy."""
     for path in Path(numpy.__file__).parents[1].glob("numpy*"):
         (packages / path.name).symlink_to(path)
     (packages / "verifiers").mkdir()
     shutil.copyfile(Path(__file__).with_name("fake_verifiers.py"), packages / "verifiers/__init__.py")
-    (packages / "verifiers-99.0.dist-info").mkdir()
+    (packages / "verifiers-0.3.99.dist-info").mkdir()
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_a_later_version_of_a_library_is_played_and_replayed(other: Path) -> Non
 def test_the_deep_check_plays_it_and_prints_the_version(other: Path, read: Read, tmp_path: Path) -> None:
     keys = KEYS | {"environment": "verifiers:two-sums"}
     lines = "\n".join(check_deeply(read(**keys, environment_python=str(other)), {"CACHE_ROOT": str(tmp_path)}))
-    assert f"python     {other}/bin/python verifiers-99.0" in lines
+    assert f"python     {other}/bin/python verifiers-0.3.99" in lines
     assert "episode    verifiers:two-sums: " in lines and "ended after 2 turns" in lines
     with pytest.raises(ConfigError, match=r"two-sums|not installed"):
         check_deeply(read(**keys), {"CACHE_ROOT": str(tmp_path)})
@@ -125,7 +125,13 @@ def test_a_python_or_library_that_is_missing(read: Read, tmp_path: Path) -> None
     packages = make_venv(folder)
     (problem,) = check(read(**keys), {})
     assert problem.what == "'verifiers' is not installed in environment_python"
-    assert problem.fix == f"install it with: uv pip install --python {folder}/bin/python verifiers"
+    assert problem.fix == f"install it with: uv pip install --python {folder}/bin/python 'verifiers<0.4'"
+    newer = packages / "verifiers-0.4.0.dist-info"
+    newer.mkdir()
+    (problem,) = check(read(**keys), {})
+    assert problem.what == "verifiers-0.4.0 in environment_python has another interface"
+    assert problem.fix == f"install it with: uv pip install --python {folder}/bin/python 'verifiers<0.4'"
+    newer.rmdir()
     install_fakes(packages)
     assert check(read(**keys), {}) == []
     assert check(read(**keys | {"environment_python": str(folder / "bin/python")}), {}) == []
@@ -156,16 +162,16 @@ def test_a_batch_equals_the_batch_of_our_python_and_a_resume_needs_the_same_pack
     assert all(torch.equal(ours[name], others[name]) for name in ("completion_ids", "completion_mask", "advantages"))
     assert not (tmp_path / "ours/rewards/environment_packages.json").exists()
     record = tmp_path / "run/rewards/environment_packages.json"
-    assert "verifiers-99.0" in json.loads(record.read_text())
+    assert "verifiers-0.3.99" in json.loads(record.read_text())
     (tmp_path / "rewards").mkdir()
     record = shutil.copyfile(record, tmp_path / "rewards/environment_packages.json")
     recipe: dict[str, Any] = {**KEYS, "environment": f"{FILE}:Sums", "environment_python": str(other)}
     assert check(read(**recipe), {}) == []
-    changed = other / "lib" / next((other / "lib").iterdir()).name / "site-packages/verifiers-100.0.dist-info"
+    changed = other / "lib" / next((other / "lib").iterdir()).name / "site-packages/verifiers-0.3.100.dist-info"
     changed.mkdir()
     try:
         (problem,) = check(read(**recipe), {})
-        message = "packages of environment_python changed since the run started (verifiers-100.0)"
+        message = "packages of environment_python changed since the run started (verifiers-0.3.100)"
         assert problem.what == message and problem.fix.startswith("restore them, or delete ")
         record.unlink()
         assert check(read(**recipe), {}) == []

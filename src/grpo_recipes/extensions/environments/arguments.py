@@ -40,7 +40,7 @@ class EnvironmentArguments:
         "Number of processes that run environments; by default 1 per 2 cores, at most 8.", min=1, max=1024)
     environment_python: str | None = key(None,
         "Folder of a virtual environment, or its Python (3.11 or later), that runs environments of libraries that "
-        "conflict with ours, e.g. a newer verifiers.")
+        "conflict with ours, e.g. verifiers 0.3.")
     environment_network: bool = key(False, "Whether environments and tools may use the network.")
     tools: list[str] | None = key(None,
         "Functions that the policy may call before it answers a prompt of the dataset: module:function or "

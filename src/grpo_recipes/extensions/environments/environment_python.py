@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from grpo_recipes.errors import Problem
 from grpo_recipes.extensions.environments.libraries import LIBRARIES
 from grpo_recipes.paths import display_path
@@ -17,6 +19,7 @@ from grpo_recipes.recipe.user_code import REWARD_COPIES
 from grpo_recipes.runs.rundir import write_json
 
 _RECORD = "environment_packages.json"  # in the run's folder of copies
+_NEW_VERIFIERS = Version("0.4.dev0")  # from here on, tasksets and harnesses replace environments and rollouts
 _MOST_NAMES = 4  # packages in a message
 
 
@@ -49,12 +52,15 @@ def find_library(python: Path, spec: str) -> str:
 
 
 def find_missing_library(python: Path, spec: str) -> list[Problem]:
-    """Return a problem if the interpreter exists, but the library of an environment is not installed there; else []."""
-    if not python.is_file() or find_library(python, spec):
+    """Return a problem if the interpreter exists, but an environment's library is missing or too new; [] otherwise."""
+    kind, library = spec.partition(":")[0], find_library(python, spec)
+    is_new = kind == "verifiers" and bool(library) and Version(library.partition("-")[2]) >= _NEW_VERIFIERS
+    if not python.is_file() or (library and not is_new):
         return []
-    kind = spec.partition(":")[0]
-    fix = f"install it with: uv pip install --python {display_path(python)} {kind.replace('_', '-')}"
-    return [Problem("environment", f"'{kind}' is not installed in environment_python", fix)]
+    package = "'verifiers<0.4'" if kind == "verifiers" else kind.replace("_", "-")
+    fix = f"install it with: uv pip install --python {display_path(python)} {package}"
+    message = f"{library} in environment_python" if is_new else f"'{kind}' is not installed in environment_python"
+    return [Problem("environment", f"{message}{' has another interface' if is_new else ''}", fix)]
 
 
 def record_packages(python: Path, copies: Path) -> None:
