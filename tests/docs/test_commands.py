@@ -70,6 +70,8 @@ RUN_HERE = {
     "grpo keys --json",
     "grpo plan recipes/Qwen2.5-7B-Instruct/grpo/config_math.yaml --gpus 8 --nodes 2",
     "grpo plan recipes/Qwen2.5-7B-Instruct/grpo/config_math.yaml --gpus 8 --nodes 2 --vllm_node own",
+    "grpo plan recipes/Qwen2.5-7B-Instruct/grpo/config_math.yaml --gpus 8 --nodes 3 --vllm_node own"
+    " --vllm_data_parallel_size 16 --vllm_data_parallel_size_local 8",
     "grpo check recipes/Qwen2.5-1.5B-Instruct/maxent/config_math.yaml",
     "grpo check recipes/Qwen2.5-1.5B-Instruct/maxent/config_math_tempered.yaml",
     "grpo plan recipes/Qwen3-4B/maxent/config_math_weighted_mle.yaml --gpus 8",

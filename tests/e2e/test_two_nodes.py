@@ -13,7 +13,7 @@ import bridge_cells
 import psutil
 import pytest
 from documented import documented
-from real_runs import REPOSITORY, Launch, clean_environment
+from real_runs import REPOSITORY, Launch, clean_environment, override
 from slurm_cluster import SlurmCluster
 from test_slurm_run import FEWER, wait_until
 
@@ -126,3 +126,54 @@ def difference(run: Launch, other: Launch) -> float:
     """Return the largest difference between the final weights of two runs."""
     run_weights, other_weights = weights(run), weights(other)
     return max(float((run_weights[name] - other_weights[name]).abs().max()) for name in run_weights)
+
+
+REPLICAS = ("--vllm_data_parallel_size", "2", "--vllm_data_parallel_size_local", "1")
+
+
+def server_logs(run: Launch) -> list[str]:
+    plan = json.loads((run.run_dir / "plan.json").read_text())
+    logs = [process["log"] for process in plan["processes"] if process["role"] == "server"]
+    return [(REPOSITORY / log).read_text(errors="replace") for log in logs]
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.timeout(900)
+def test_a_server_of_two_nodes_gets_the_weights_on_both(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """The weight guard compares the weights of both replicas after each sync."""
+    job, run = submit(slurm, tmp_path, "spread", *SHORT, *REPLICAS, "--weight_sync", "file")
+
+    slurm.wait(job, "COMPLETED", timeout=800)
+
+    plan = json.loads((run.run_dir / "plan.json").read_text())
+    placed = [(process["role"], process["node"]) for process in plan["processes"]]
+    assert placed == [("server", 0), ("server", 1), ("trainer", 0), ("trainer", 1)]
+    assert (plan["replicas"], plan["server_nodes"]) == (2, 2)
+    rows = run.rows()
+    assert len(rows) == 3 and all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
+    assert [log.count("grpo: weights loaded") for log in server_logs(run)] == [3, 3]
+    assert run.processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.fault
+@pytest.mark.timeout(900)
+def test_an_engine_killed_on_the_other_node_is_named_and_the_server_replaced(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    job, run = submit(slurm, tmp_path, "spread-killed", *override(SHORT, max_steps=6), *REPLICAS)
+    slurm.wait(job, "RUNNING", timeout=60)
+    wait_until(lambda: run.has_run_dir() and len(run.rows()) >= 1, timeout=400)
+    children = psutil.Process(run.pid_of("server_1")).children(recursive=True)
+    (engine,) = [child for child in children if child.name() == "VLLM::EngineCore_DP1"]
+
+    engine.kill()
+
+    slurm.wait(job, "COMPLETED", timeout=400)
+    named = f"the vLLM engine process EngineCore_DP1 on node 1 (pid {engine.pid}) died or was killed"
+    assert f"{named}: only the server is started again (1 of 2)" in said(job)
+    summary = run.summary()
+    assert (summary["status"], summary["server_restarts"], len(run.rows())) == ("completed", 1, 6)
+    assert run.processes() == []

@@ -69,6 +69,7 @@ def test_our_own_keys_are_told_apart_from_trls():
         "server_request_timeout", "overlap_generation", "vllm_node", "vllm_gpu", "vllm_max_num_seqs", "wandb_project",
         "wandb_entity", "wandb_run_group", "report_samples", "show_completion_steps", "weight_sync_timeout",
         "server_restarts", "vllm_enforce_eager", "vllm_args", "vllm_data_parallel_size",
+        "vllm_data_parallel_size_local",
         "server_stall_timeout", "stall_timeout", "max_requeues", "kl_target", "kl_horizon", "kl_ctl_step_size",
         "maxent_objective", "maxent_utility", "maxent_tau", "maxent_tau_lr", "maxent_tau_min", "maxent_tau_max",
         "maxent_tau_warmup_steps", "maxent_beta", "maxent_q_temperature", "maxent_q_epsilon",

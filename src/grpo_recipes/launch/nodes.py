@@ -433,7 +433,7 @@ class NodeWorker:
         """
         assert self._scratch is not None
         planned = Process.of_json(process)
-        for record in read_rank_records(self._run_dir, self._node):  # records of the predecessor
+        for record in read_rank_records(self._run_dir, self._node) if planned.trains else []:  # of the predecessor
             (self._run_dir / "processes" / f"rank_{record['rank']}.json").unlink(missing_ok=True)
         self._children[name] = Child(planned, self._environment, self._run_dir, self._scratch)
 

@@ -193,7 +193,7 @@ class Child(StartedProcess):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if child.name().startswith("VLLM::"):
                         engine = child.name().removeprefix("VLLM::")
-                        self._watched.setdefault(child.pid, f"the vLLM engine process {engine}")
+                        self._watched.setdefault(child.pid, f"the vLLM engine process {engine}{self._node_suffix}")
         if self.alive():
             return None
         record = rundir.read_json(self._record)
@@ -268,8 +268,8 @@ class Group:
         """Return the joint state of all members.
 
         It is alive while a member runs. Its exit code is None until all members have ended, then the first code that is
-        not 0. It is lost by the first failure, or when all members are lost. If only some members report a failed rank,
-        wait at most ``_NEWS_SECONDS`` for the reports of the others.
+        not 0. It is lost by the first failure, or when all members are lost, or a server's first. If only some members
+        report a failed rank, wait at most ``_NEWS_SECONDS`` for the reports of the others.
         """
         states: list[State] = []
 
@@ -279,20 +279,22 @@ class Group:
 
         # When a rank dies, the ranks of other nodes fail at once, and their reports may arrive first.
         wait_until(is_consistent, _NEWS_SECONDS)
-        codes, endings = [state.exit for state in states], [state.lost for state in states]
-        failed = next((ending for ending in endings if ending and ending.code), None)
+        codes, pairs = [state.exit for state in states], zip(self.members, states, strict=True)
+        endings = [replace(state.lost, log=member.log) for member, state in pairs if state.lost]
+        failed = next((ending for ending in endings if ending.code), None)
+        is_lost = len(endings) == len(states) or (endings and self.process.ready == "serving")
         return State(
             alive=any(state.alive for state in states),
             pid=states[0].pid,
             exit=None if None in codes else next((code for code in codes if code), 0),
-            lost=failed or (endings[0] if None not in endings else None),
+            lost=failed or (endings[0] if is_lost else None),
             ranks=[rank for state in states for rank in state.ranks],
         )
 
     def find_first_error(self) -> str:
-        """Return the first error of a vLLM engine in the server's log; "" without an error and for other processes."""
-        serves = self.process.ready == "serving"
-        return find_first_error(self.log, self.members[0].log_begins, _ENGINE_ERROR) if serves else ""
+        """Return the first error of a vLLM engine in the server's logs; "" without an error and for other processes."""
+        logs = [(member.log, member.log_begins) for member in self.members if member.process.ready == "serving"]
+        return next(filter(None, (find_first_error(log, begin, _ENGINE_ERROR) for log, begin in logs)), "")
 
     def end(self) -> None:
         """End the processes of all nodes at the same time."""
@@ -346,14 +348,11 @@ def find_ending(groups: Sequence[Group], stopping: bool) -> Ending | None:
             if not group.process.trains and (lost := group.state().lost):
                 error = group.find_first_error()
                 cause = f"{lost.cause}: {error}" if error else lost.cause
-                return replace(lost, code=lost.code or 1, cause=cause, log=group.log, lost=group.process, error=error)
-    if trainers is None:
-        return None
-    ending = _find_rank_ending(trainers, stopping)
-    if ending is not None or trainers.lost is None or (stopping and trainers.alive):
+                return replace(lost, code=lost.code or 1, cause=cause, lost=group.process, error=error)
+    ending = None if trainers is None else _find_rank_ending(trainers, stopping)
+    if ending is not None or trainers is None or trainers.lost is None or (stopping and trainers.alive):
         return ending
-    log = next(group.log for group in groups if group.process.trains)
-    return replace(trainers.lost, log=log) if trainers.lost.code else Ending(0)
+    return trainers.lost if trainers.lost.code else Ending(0)
 
 
 def _find_rank_ending(trainers: State, stopping: bool) -> Ending | None:

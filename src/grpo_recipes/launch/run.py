@@ -32,7 +32,7 @@ from grpo_recipes.launch.attempt import (
 from grpo_recipes.launch.hooks import AllHooks
 from grpo_recipes.launch.monitor import Monitor, StoppedAtOnce, StopSignals
 from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, preflight_nodes, serve_node
-from grpo_recipes.launch.processes import Child, Ending, Group, StartedProcess
+from grpo_recipes.launch.processes import Child, Ending, Group
 from grpo_recipes.launch.rendezvous import MeetingChannel
 from grpo_recipes.launch.restarts import Restarts
 from grpo_recipes.paths import display_path
@@ -384,7 +384,7 @@ class Supervisor:
             if group.process.ready != "started":
                 for other_role in self._list_roles_to_start_early(role):
                     self._groups[other_role] = self._start_role(other_role)
-                if ending := self._wait_until_ready(group.members[0]):
+                if ending := self._wait_until_ready(group):
                     return ending
             self._groups[role] = group
         self._monitor.reset()
@@ -460,19 +460,19 @@ class Supervisor:
         index = process.argv.index("--model") + 1
         return replace(process, argv=[*process.argv[:index], self._model, *process.argv[index + 1 :]])
 
-    def _wait_until_ready(self, started: StartedProcess) -> Ending | None:
-        """Wait until a process is ready and return None, or return an ending if it or another process ends first.
+    def _wait_until_ready(self, group: Group) -> Ending | None:
+        """Wait until a group is ready and return None, or return an ending if it or another process ends first.
 
-        If another process took the port of the server and the recipe does not set the port, the ending has the server
-        as ``lost``, so that it is started again on another port.
+        If another process took the server's port and the recipe does not set it, the ending has the server as ``lost``.
         """
+        started, headless = group.members[0], [Group(members) for members in (group.members[1:],) if members]
         assert isinstance(started, Child)
         monitor, endings = self._monitor, list[Ending]()
 
         def alive() -> bool:
             """Return whether the process and all others run; add the ending of another process to ``endings``."""
             reap()
-            if ending := monitor.tick() or processes.find_ending(self._list_running(), self._stopping()):
+            if ending := monitor.tick() or processes.find_ending([*self._list_running(), *headless], self._stopping()):
                 endings.append(ending)
             return not endings and started.alive()
 
@@ -481,16 +481,16 @@ class Supervisor:
             wait(alive, started)
         except NotReady as error:
             can_move = started.process.ready == "serving" and not self._attempt.recipe.is_set("vllm_server_port")
-            others_live = all(ending.lost == started.process for ending in endings)
-            if isinstance(error, PortTaken) and can_move and others_live:
-                started.end()
+            if isinstance(error, PortTaken) and can_move and all(ending.lost == started.process for ending in endings):
+                group.end()
                 return Ending(1, str(error), log=started.log, lost=started.process)
             if not endings:
-                return Ending(
-                    processes.ending_from_exit("", started.state().exit).code or 1, str(error), log=started.log
-                )
-            if endings[0].lost:
-                started.end()  # it is started again after the lost process
+                code = processes.ending_from_exit("", started.state().exit).code or 1
+                return Ending(code, str(error), log=started.log)
+            if lost := endings[0].lost:
+                group.end()  # it is started again after the lost process
+            if lost and lost.role == started.process.role:  # its engines on another node were never ready
+                return replace(endings[0], cause=f"{error}: {endings[0].cause}", lost=None)
             return endings[0]
         self._attempt.trace.enter("run", started.process.track)
         return None

@@ -27,6 +27,7 @@ from grpo_recipes.paths import CODE_VARIABLE, cache_root, find_code_root, module
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.preflight import FLASHINFER_SAMPLER
 from grpo_recipes.plan.roles import describe_data, load_roles
+from grpo_recipes.plan.server_nodes import split_server
 from grpo_recipes.plan.types import MEETING_SECONDS, Names, OnLoss, Plan, Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.process.startup import HIDDEN_PACKAGES
@@ -178,7 +179,7 @@ def _sync_variables(recipe: Recipe, plan: Plan, names: Names) -> dict[str, str]:
 
     Otherwise, return no variable, so that the trainers write weights to their scratch folder.
     """
-    is_remote = plan.bridge in ("file", "lora", "restart") and plan.server_apart
+    is_remote = plan.bridge in ("file", "lora", "restart") and (plan.server_apart or plan.server_nodes > 1)
     if plan.mode == EXTERNAL:
         is_remote = urlsplit(recipe.server.base_url).hostname not in ("localhost", "127.0.0.1")
     return {"GRPO_SYNC_DIR": str(names.run_dir / SYNC_FOLDER)} if is_remote else {}
@@ -212,7 +213,7 @@ def with_processes(
     plan = replace(plan, data=describe_data(recipe, plan))
     processes = [_plan_trainer(recipe, plan, environment, names, machine) for machine in range(len(plan.placement))]
     if plan.mode == "server":
-        processes = [_plan_server(recipe, plan, environment, names), *processes]
+        processes = [*split_server(_plan_server(recipe, plan, environment, names), plan), *processes]
     added = [process for part in load_roles() for process in part.processes(recipe, plan, names)]
     early = [process for process in added if process.before_trainers]
     processes = [*early, *processes, *(process for process in added if not process.before_trainers)]
@@ -246,7 +247,7 @@ def log_folder(environment: Mapping[str, str]) -> Path:
 
 
 def _plan_server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], names: Names) -> Process:
-    """Build the ``Process`` of the vLLM server on the first node: argv, variables, log, and the reaction to its loss.
+    """Build the ``Process`` of the vLLM server, all on the first node: argv, variables, log, the reaction to its loss.
 
     If the weight sync method can connect to a new server and no trainer shares its GPU, only a lost server
     restarts. Otherwise the trainers restart, too.
@@ -273,10 +274,9 @@ def _plan_server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], nam
     # On a GPU with a trainer, a restarted vLLM would find less free memory than planned.
     reconnects = plan.bridge is not None and plan.device in SYNC_METHODS[plan.bridge].reconnects and not plan.gpu_shared
     on_loss: OnLoss = "restart" if reconnects else "restart with trainers"
-    renewed = plan.bridge == "restart"
     return Process(
-        "server", argv, variables, plan.server_gpus, log, ready="serving", on_loss=on_loss, renewed=renewed,
-        with_trainers=not reconnects,
+        "server", argv, variables, plan.server_gpus, log, ready="serving", on_loss=on_loss,
+        renewed=plan.bridge == "restart", with_trainers=not reconnects,
     )  # fmt: skip
 
 

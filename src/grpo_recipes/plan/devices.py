@@ -1,7 +1,8 @@
 """Find the devices for a plan, divide them between server and trainers, and spread the batch over the trainers.
 
-The vLLM server gets the first GPUs of the first node and the trainers get the others. With ``prompts_per_step`` the
-batch of a step does not depend on the number of trainers, so adding GPUs does not change the experiment.
+The vLLM server gets the first GPUs of the first nodes, by default of one node, and the trainers get the others. With
+``prompts_per_step`` the batch of a step does not depend on the number of trainers, so adding GPUs does not change the
+experiment.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from grpo_recipes.recipe.tasks import added_task, group_size
 from grpo_recipes.slurm.client import SlurmJob, read_slurm_job
 
 ONE_GPU_BRIDGES = ("file", "lora", "shared")  # weight sync methods that work with server and rank 0 on one GPU
+_LOCAL = "vllm_data_parallel_size_local"
 _DRIVER_SECONDS = 60  # a driver that takes longer hangs
 
 
@@ -228,42 +230,63 @@ def require_shareable_gpu(recipe: Recipe, resources: Resources, mode: str, bridg
 def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the server's GPUs, and a list with the training GPUs of each node. Rank 0 gets the first training GPU.
 
-    ``mode`` is the plan's vLLM mode. The server gets the first GPUs of the first node. With ``vllm_node: own``, no GPU
-    of this node trains: its tuple is empty. A GPU that the server and rank 0 share (``shares_gpu``) is in both results.
-    Without a server, and on CPU, the first result is empty. Raise ConfigError if no GPU would be left to train on, or
-    if ``vllm_node: own`` has no second node or no server.
+    ``mode`` is the plan's vLLM mode. The server gets the first GPUs of the first node, or equally many of each of the
+    first nodes (``vllm_data_parallel_size_local``). With ``vllm_node: own``, no GPU of its nodes trains: their tuples
+    are empty. A GPU that the server and rank 0 share (``shares_gpu``) is in both results. Without a server, and on CPU,
+    the first result is empty. Raise ConfigError if no GPU would be left to train on, if ``vllm_node: own`` has no other
+    node or no server, or if the server needs more nodes.
     """
     node_gpus = [node.gpus for node in resources.all_nodes()]
-    separate_node = recipe.server.node == "own"
-    if separate_node and (mode != "server" or len(node_gpus) == 1):
-        conflict = "there is only one node" if mode == "server" else f"there is no server (vLLM: {mode})"
+    separate_node, count = recipe.server.node == "own", count_server_nodes(recipe, mode)
+    if count > len(node_gpus):
+        replicas, local = f"{recipe.server.replicas} replicas", recipe.server.data_parallel_size_local
+        problem = f"{_LOCAL} {local} needs {count} nodes for {replicas}, but the run has {len(node_gpus)}"
+        raise config_error(recipe.source(_LOCAL), problem, f"remove {_LOCAL}, or submit with --nodes={count}")
+    if separate_node and (mode != "server" or len(node_gpus) == count):
+        only = "there is only one node" if count == 1 else f"the server is on all {count} nodes"
+        conflict = only if mode == "server" else f"there is no server (vLLM: {mode})"
         raise config_error(recipe.source("vllm_node"), f"vllm_node: own, but {conflict}", "set vllm_node: shared")
     if mode != "server" or resources.device == "cpu":
         return (), node_gpus
-    first, *later_nodes = node_gpus
-    shared, serving = shares_gpu(recipe, resources, mode), count_server_gpus(recipe)
-    most = len(first) - (1 if not later_nodes and not shared else 0)
+    first_nodes, later_nodes = node_gpus[:count], node_gpus[count:]
+    shared, serving, visible = (
+        shares_gpu(recipe, resources, mode),
+        count_server_gpus(recipe),
+        min(map(len, first_nodes)),
+    )
+    most = visible - (1 if not later_nodes and not shared else 0)
     if serving > most:
-        no_trainer = f"leaves no GPU to train on ({len(first)} visible)"
-        problem = f"exceeds the {len(first)} GPUs of the first node" if later_nodes else no_trainer
-        raise _make_server_size_error(recipe, problem, most)
-    return first[:serving], [() if separate_node else first[0 if shared else serving :], *later_nodes]
+        no_trainer = f"leaves no GPU to train on ({visible} visible)"
+        problem = f"exceeds the {visible} GPUs of {'the first' if count == 1 else 'each'} node"
+        raise _make_server_size_error(recipe, problem if later_nodes else no_trainer, most)
+    training = [() if separate_node else gpus[0 if shared else serving :] for gpus in first_nodes]
+    return tuple(gpu for gpus in first_nodes for gpu in gpus[:serving]), [*training, *later_nodes]
+
+
+def count_server_nodes(recipe: Recipe, mode: str) -> int:
+    """Return the number of nodes with replicas of the server; 1 without a server."""
+    return recipe.server.nodes if mode == "server" else 1
 
 
 def count_server_gpus(recipe: Recipe) -> int:
-    """Return the number of GPUs of the vLLM server: all replicas together."""
-    return recipe.server.tensor_parallel_size * recipe.server.replicas
+    """Return the number of GPUs of the vLLM server on each of its nodes: all replicas of the node together."""
+    return recipe.server.tensor_parallel_size * recipe.server.replicas // recipe.server.nodes
 
 
 def _make_server_size_error(recipe: Recipe, problem: str, most: int) -> ConfigError:
-    """Return the ConfigError for a server with more than ``most`` GPUs; ``problem`` follows its size in the message."""
-    parallel, replicas = recipe.server.tensor_parallel_size, recipe.server.replicas
+    """Return the ConfigError for a server with more than ``most`` GPUs on a node; ``problem`` follows its size."""
+    parallel, nodes = recipe.server.tensor_parallel_size, recipe.server.nodes
+    replicas = recipe.server.replicas // nodes
     key, limit, size = "vllm_tensor_parallel_size", max(1, most // replicas), f"vllm_tensor_parallel_size {parallel}"
+    edit = f"set {key}: {limit} or less"
     if replicas > 1:
-        size = f"vllm_data_parallel_size {replicas} x {size}"
+        size = f"{'vllm_data_parallel_size' if nodes == 1 else _LOCAL} {replicas} x {size}"
         if parallel <= most:
             key, limit = "vllm_data_parallel_size", most // parallel
-    return config_error(recipe.source(key), f"{size} {problem}", f"set {key}: {limit} or less, or request more GPUs")
+            edit = f"set {key}: {limit} or less"
+            if nodes > 1:
+                edit = f"set {_LOCAL}: {limit} and {key}: {limit * nodes}"
+    return config_error(recipe.source(key), f"{size} {problem}", f"{edit}, or request more GPUs")
 
 
 def require_exportable_memory(environment: Mapping[str, str]) -> None:
@@ -288,7 +311,8 @@ def count_trainers(recipe: Recipe, resources: Resources, training_gpus: Sequence
     if resources.device == "cuda":
         available = sum(len(gpus) for gpus in training_gpus)
     else:
-        available = requested or max(1, len(resources.nodes) - (recipe.server.node == "own"))
+        own_nodes = recipe.server.nodes if recipe.server.node == "own" else 0
+        available = requested or max(1, len(resources.nodes) - own_nodes)
     if requested is not None and requested > available:
         problem = f"num_processes {requested} exceeds the {available} GPUs left to train on"
         fix = f"set num_processes: {available} or less, or remove it"
@@ -308,10 +332,11 @@ def place_trainers(
     """
     node_count = len(training_gpus)
     limits = [len(gpus) for gpus in training_gpus] if resources.device == "cuda" else [world_size] * node_count
+    serving = recipe.server.nodes if mode == "server" else 0
     if recipe.server.node == "own":
-        limits[0] = 0
+        limits[:serving] = [0] * serving
     counts = spread_processes(world_size, limits)
-    idle = [node for node, count in enumerate(counts) if count == 0 and not (mode == "server" and node == 0)]
+    idle = [node for node, count in enumerate(counts) if count == 0 and node >= serving]
     if idle:
         problem = f"{node_count} nodes are allocated, but node {idle[0]} would have no process"
         separate_node = ", or set vllm_node: own" if mode == "server" and counts[0] else ""
@@ -332,10 +357,15 @@ def spread_processes(processes: int, limits: Sequence[int]) -> list[int]:
     return counts
 
 
-def list_used_gpus(server_gpus: Sequence[str], trainers: Sequence[Placement]) -> set[tuple[int, str]]:
-    """Return the GPUs of the server and the trainers as pairs (node index, GPU id). The server is on node 0."""
+def list_used_gpus(
+    server_gpus: Sequence[str], trainers: Sequence[Placement], server_nodes: int = 1
+) -> set[tuple[int, str]]:
+    """Return the GPUs of the server and the trainers as pairs (node index, GPU id).
+
+    The server has equally many of its GPUs on each of the first ``server_nodes`` nodes.
+    """
     training = {(placement.node, gpu) for placement in trainers for gpu in placement.gpus}
-    return training | {(0, gpu) for gpu in server_gpus}
+    return training | {(index * server_nodes // len(server_gpus), gpu) for index, gpu in enumerate(server_gpus)}
 
 
 def find_unused_gpus(resources: Resources, used: Collection[tuple[int, str]]) -> tuple[str, ...]:

@@ -77,13 +77,12 @@ def make_plan(
     placement = devices.place_trainers(recipe, resources, mode, training_gpus, batch.world_size)
     _require_equal_groups(recipe, mode, batch.world_size)
     server_apart = mode == "server" and placement[0].node != 0
-    spans_nodes = server_apart or (mode == "colocate" and len(placement) > 1)
+    server_nodes = devices.count_server_nodes(recipe, mode)
+    spans_nodes = server_apart or server_nodes > 1 or (mode == "colocate" and len(placement) > 1)
     accelerator = accelerator_of(recipe, batch.world_size, environment)
     check_unused_weights(recipe, environment, accelerator, batch.world_size)
     bridge, why_bridge = _choose_sync_method(recipe, resources, mode, spans_nodes)
-    method = COLOCATE if mode == "colocate" else bridge
-    if method and (problem := sync_problem(recipe, method, accelerator, spans_nodes, resources.device)):
-        raise ConfigError(problem)
+    _require_sync_method(recipe, COLOCATE if mode == "colocate" else bridge, accelerator, spans_nodes, resources.device)
     devices.require_shareable_gpu(recipe, resources, mode, bridge)
     nodes, task, model = resources.all_nodes(), task_of(recipe), recipe.model.name
     if (gpu_shared := devices.shares_gpu(recipe, resources, mode)) and bridge == "shared":
@@ -114,7 +113,8 @@ def make_plan(
         server_apart=server_apart,
         gpu_shared=gpu_shared,
         replicas=recipe.server.replicas if mode == "server" else 1,
-        unused_gpus=devices.find_unused_gpus(resources, devices.list_used_gpus(server_gpus, placement)),
+        server_nodes=server_nodes,
+        unused_gpus=devices.find_unused_gpus(resources, devices.list_used_gpus(server_gpus, placement, server_nodes)),
         accelerator=accelerator,
         accelerate_file=find_accelerate_file(accelerator, environment),
         dtype=recipe.model.dtype or "auto",
@@ -129,6 +129,12 @@ def make_plan(
     plan.notes.extend(_list_notes(plan, recipe, resources, environment, most_trainers))
     plan = with_sources(plan, recipe, resources, sources) if sources else plan
     return with_processes(plan, recipe, resources, environment, names, sources) if names else plan
+
+
+def _require_sync_method(recipe: Recipe, method: str | None, accelerator: str, spans_nodes: bool, device: str) -> None:
+    """Raise ConfigError if the weight sync method, or COLOCATE, does not work in the plan's setup."""
+    if method and (problem := sync_problem(recipe, method, accelerator, spans_nodes, device)):
+        raise ConfigError(problem)
 
 
 def _require_equal_groups(recipe: Recipe, mode: str, trainers: int) -> None:
@@ -147,7 +153,7 @@ def _list_notes(
 
     ``most_trainers`` is the number of trainers that the devices allow.
     """
-    used, job = devices.list_used_gpus(plan.server_gpus, plan.placement), resources.job
+    used, job = devices.list_used_gpus(plan.server_gpus, plan.placement, plan.server_nodes), resources.job
     if len(used) > 1 and any(gpu.startswith("MIG-") for _, gpu in used):
         yield "NCCL between MIG slices is untested: use one slice with vllm_mode: colocate, or whole GPUs"
     yield from (f"{name} is not read: {UNREAD_VARIABLES[name]}" for name in _IGNORED_VARIABLES if environment.get(name))
@@ -308,8 +314,8 @@ def _choose_mode(recipe: Recipe, resources: Resources) -> str:
 def _choose_sync_method(recipe: Recipe, resources: Resources, mode: str, spans_nodes: bool) -> tuple[str | None, str]:
     """Return the weight sync method, and the reason for the choice as text.
 
-    The method is None without a vLLM server of the run. ``spans_nodes`` means that the server and rank 0 are on
-    different nodes.
+    The method is None without a vLLM server of the run. ``spans_nodes`` means that a part of the server is on another
+    node than rank 0.
     """
     if mode == EXTERNAL:
         return None, f"{recipe.server.backend} at {recipe.server.base_url}, weights as files"
@@ -370,7 +376,7 @@ def format_gpu_map(plan: Plan) -> list[str]:
     size = len(plan.server_gpus) // plan.replicas
     for index, gpu in enumerate(plan.server_gpus):
         replica = f" (replica {index // size})" if plan.replicas > 1 else ""
-        uses.setdefault(0, {})[gpu] = f"vLLM server{replica}"
+        uses.setdefault(index * plan.server_nodes // len(plan.server_gpus), {})[gpu] = f"vLLM server{replica}"
     for placement in plan.placement:
         for gpu in placement.gpus:
             trainer = "trainer with vLLM" if plan.mode == "colocate" else "trainer"
@@ -409,6 +415,7 @@ def format_plan(
     """
     several = len(plan.nodes) > 1
     server = f"server {plan.ports.server}, weights {plan.ports.group}, " if plan.mode == "server" else ""
+    server += f"replicas {plan.ports.replicas}, " if plan.ports.replicas else ""
     server += "".join(f"{process.role} {process.port}, " for process in plan.processes if process.port)
     kind, text = (plan.data.kind, plan.data.text) if plan.data else ("dataset", plan.dataset or "mixture")
     lines = [

@@ -12,7 +12,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from urllib.parse import urlsplit
 
@@ -32,6 +32,7 @@ from grpo_recipes.slurm.client import SlurmJob
 # jobs on one node have different ports.
 DEFAULT_PORTS = {"vllm_server_port": 8000, "vllm_group_port": 51216, "main_process_port": 29525}
 LOOPBACK = "127.0.0.1"  # processes of extensions listen only here, because they check no token
+_REPLICAS_PORT = 29550  # vLLM's default
 _BLOCK_BASE, _BLOCKS, _BLOCK_SIZE = 20000, 1200, 10
 _MOST_TRIES = 100  # ports to try instead of a busy port
 _RESERVED: dict[int, socket.socket] = {}  # bound sockets by their port
@@ -47,6 +48,7 @@ class Ports:
     # First of vLLM's internal ports, None if vLLM chooses them. Replicas would all choose the same port from it.
     vllm_internal: int | None
     extensions: dict[str, int] = field(default_factory=dict)  # processes of extensions, by the recipe key of the port
+    replicas: int | None = None  # where replicas on other nodes join the server; None if all are on one node
 
     def by_key(self, server: bool = True) -> dict[str, int]:
         """Return the ports by their recipe keys; without a ``server``, only the port of the trainers."""
@@ -69,14 +71,16 @@ def plan_ports(recipe: Recipe, job: SlurmJob | None) -> Ports:
     """
     added = {key: load(default)(recipe.__getitem__) for key, default in merged("ports").items()}
     numbers, internal = {**DEFAULT_PORTS, **{key: port for key, port in added.items() if port is not None}}, None
+    replicas = _REPLICAS_PORT
     if job is not None:
         base = _BLOCK_BASE + job.id % _BLOCKS * _BLOCK_SIZE
         extension_keys = [key for key in numbers if key not in DEFAULT_PORTS]
         last = base + _BLOCK_SIZE - 1
         numbers = dict(zip(DEFAULT_PORTS, range(base, base + 3), strict=True))
         numbers |= {key: last - index for index, key in enumerate(extension_keys)}
-        internal = base + 3 if recipe.server.replicas == 1 else None
-    return _make_ports({key: recipe[key] if recipe.is_set(key) else port for key, port in numbers.items()}, internal)
+        internal, replicas = base + 3 if recipe.server.replicas == 1 else None, base + 3
+    ports = _make_ports({key: recipe[key] if recipe.is_set(key) else port for key, port in numbers.items()}, internal)
+    return replace(ports, replicas=replicas) if recipe.server.nodes > 1 else ports
 
 
 def _make_ports(numbers: Mapping[str, int], internal: int | None) -> Ports:
@@ -117,7 +121,11 @@ def choose_free_ports(
             user = (users or ["in use by another process"])[0]
             notes.append(f"port {planned} ({key}) is {user}; using {port}")
         chosen[key] = port
-    return _make_ports(ports.by_key() | chosen, ports.vllm_internal), notes
+    replicas = ports.replicas
+    if replicas is not None:
+        is_usable = partial(_reserve_if_free, chosen.values(), host, None)
+        replicas = next(filter(is_usable, _list_candidate_ports(replicas)), replicas)
+    return replace(_make_ports(ports.by_key() | chosen, ports.vllm_internal), replicas=replicas), notes
 
 
 def require_named_ports(recipe: Recipe) -> None:

@@ -71,6 +71,8 @@ class Process:
     @property
     def label(self) -> str:
         """The name of its command in messages, for example ``accelerate launch``."""
+        if self.ready == "serving" and self.node:
+            return "vllm serve --headless"
         return self.title or _LABELS.get(self.role, f"the {self.role} process")
 
     @property
@@ -146,7 +148,7 @@ class Plan:
     ports: Ports  # port numbers of all processes
     nodes: tuple[str, ...]  # address of each node, by index; the loopback for a single node
     server_host: str  # address of the server
-    server_gpus: tuple[str, ...]  # the server's GPUs, on the first node
+    server_gpus: tuple[str, ...]  # the server's GPUs, on the first ``server_nodes`` nodes, equally many on each
     placement: tuple[Placement, ...]  # trainers of each training node; the first entry has rank 0
     server_apart: bool  # whether rank 0 and the server are on different nodes and share no memory
     gpu_shared: bool  # whether the server and rank 0 use one GPU
@@ -159,6 +161,7 @@ class Plan:
     notes: list[str]  # notes for the user
     processes: list[Process] = field(default_factory=list)  # in the order of their start; set by with_processes
     replicas: int = 1  # engines of the server, each on an equal part of server_gpus
+    server_nodes: int = 1  # nodes with engines of the server
     # Most completions that a vLLM engine generates at the same time; None: vLLM's default.
     max_num_seqs: int | None = None
     teacher: str | None = None  # folder or hub id of the teacher, None without one
@@ -173,6 +176,7 @@ class Plan:
         if self.batch.num_generations == 1:
             return f"none ({self.why_bridge})"
         replicas = f" of {self.replicas} replicas" if self.replicas > 1 else ""
+        replicas += f" on {self.server_nodes} nodes" if self.server_nodes > 1 else ""
         return f"{self.mode}{replicas}{f', weights by {self.bridge}' if self.bridge else ''} ({self.why_bridge})"
 
     def process(self, role: str) -> Process | None:

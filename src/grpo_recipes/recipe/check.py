@@ -304,7 +304,7 @@ _IDLE: tuple[Idle, ...] = (
     Idle("wandb_*", lambda r: "wandb" not in rules.reports_to(r), "report_to: wandb"),
     Idle("project", lambda r: {"none", "tensorboard"}.issuperset(rules.reports_to(r)), "report_to: trackio or wandb"),
     Idle("weight_sync_timeout vllm_server_host vllm_server_port vllm_group_port vllm_node vllm_gpu "
-        "vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_data_parallel_size vllm_max_model_length "
+        "vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_data_parallel_size* vllm_max_model_length "
         "vllm_max_num_seqs vllm_args server_restarts server_stall_timeout",
         rules.uses_external_server, "a server that the launch starts (vllm_server_base_url is external)"),
     Idle("server_backend", lambda r: not rules.uses_external_server(r), "vllm_server_base_url"),

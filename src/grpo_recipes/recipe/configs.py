@@ -286,6 +286,9 @@ class GRPOConfig(trl.GRPOConfig):
         "Replicas of the vLLM server behind one URL. They share the requests, and each uses vllm_tensor_parallel_size "
         "GPUs. On CPU, each replica computes with one thread. auto: the number with the shortest step, predicted from "
         "the newest run of the recipe in run_root; 1 without such a run or on CPU.", min=1, max=MOST_GPUS, auto=True)
+    vllm_data_parallel_size_local: int | None = key(None,
+        "Replicas on each node, for a server on several nodes. It runs on the first nodes of the job, by default only "
+        "on the first.", min=1, max=MOST_GPUS)
     vllm_enforce_eager: bool = key(False,
         "Run vLLM without CUDA graphs: it starts sooner and needs less memory, but samples more slowly. Always true on "
         "CPU.")

@@ -328,6 +328,16 @@ RULES = (
     Rule("vllm_data_parallel_size", lambda r: r.server.data_parallel_size is None and r.server.gpu == "shared",
         "vllm_gpu: shared and vllm_data_parallel_size: auto can't be combined: a replica needs its own GPU",
         "remove vllm_gpu, or remove vllm_data_parallel_size"),
+    Rule("vllm_data_parallel_size_local", lambda r: r.server.data_parallel_size_local is not None
+        and r.server.data_parallel_size is None,
+        "vllm_data_parallel_size_local and vllm_data_parallel_size: auto can't be combined: auto uses one node",
+        "{removal}"),
+    Rule("vllm_data_parallel_size_local",
+        lambda r: r.server.data_parallel_size and r.server.replicas % (r.server.data_parallel_size_local or 1),
+        "vllm_data_parallel_size {vllm_data_parallel_size} is not a multiple of vllm_data_parallel_size_local "
+        "{vllm_data_parallel_size_local}",
+        lambda r, _: "set vllm_data_parallel_size_local: "
+        f"{math.gcd(r.server.replicas, r.server.data_parallel_size_local or 1)}"),
     Rule("vllm_importance_sampling_clip_max", lambda r: r.server.use_vllm and r.sampling.importance_sampling_correction
         and r.sampling.importance_sampling_clip_max is not None and r.sampling.importance_sampling_clip_max <= 0,
         "vllm_importance_sampling_clip_max {vllm_importance_sampling_clip_max:g} multiplies every gradient by 0",

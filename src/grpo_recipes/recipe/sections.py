@@ -253,6 +253,7 @@ class Server(Section):
     max_num_seqs = Key[int | None]("vllm_max_num_seqs")
     tensor_parallel_size = Key[int]("vllm_tensor_parallel_size")
     data_parallel_size = Key[int | None]("vllm_data_parallel_size")
+    data_parallel_size_local = Key[int | None]("vllm_data_parallel_size_local")
     gpu_memory_utilization = Key[float]("vllm_gpu_memory_utilization")
     enforce_eager = Key[bool]("vllm_enforce_eager")
     enable_sleep_mode = Key[bool]("vllm_enable_sleep_mode")
@@ -268,6 +269,11 @@ class Server(Section):
     def replicas(self) -> int:
         """The number of replicas; 1 for ``auto``, until ``make_plan`` chooses the number."""
         return self.data_parallel_size or 1
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes with replicas."""
+        return -(-self.replicas // (self.data_parallel_size_local or self.replicas))
 
 
 class Processes(Section):

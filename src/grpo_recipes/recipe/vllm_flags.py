@@ -30,6 +30,7 @@ OWNED_FLAGS = expand_names(
     ("max_num_seqs", "vllm_max_num_seqs"),
     ("tensor_parallel_size", "vllm_tensor_parallel_size"),
     ("data_parallel_size", "vllm_data_parallel_size"),
+    ("data_parallel_size_local", "vllm_data_parallel_size_local"),
     ("gpu_memory_utilization device_memory_utilization", "vllm_gpu_memory_utilization"),
     ("enforce_eager", "vllm_enforce_eager"),
     ("model_impl", "vllm_model_impl"),
@@ -55,7 +56,7 @@ OWNED_FLAGS = expand_names(
     ("headless grpc api_server_count nnodes node_rank master_addr master_port pipeline_parallel_size "
      "prefill_context_parallel_size device_ids distributed_executor_backend aggregate_engine_logging "
      "enable_elastic_ep elastic_ep_max_dp_size enable_fault_tolerance fault_tolerance_config "
-     "data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address "
+     "data_parallel_rank data_parallel_start_rank data_parallel_address "
      "data_parallel_rpc_port data_parallel_backend data_parallel_hybrid_lb data_parallel_external_lb "
      "data_parallel_multi_port_external_lb data_parallel_supervisor_port dp_supervisor_probe_interval_s "
      "dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold", _PLACES),

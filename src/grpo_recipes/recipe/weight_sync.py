@@ -38,7 +38,7 @@ def sync_problems(recipe: Recipe, environment: Mapping[str, str], device: str | 
     if not recipe.server.use_vllm or (has_server and method not in SYNC_METHODS):
         return
     accelerator = accelerator_of(recipe, recipe.processes.num_processes or 1, environment)
-    apart = recipe.server.node == "own"
+    apart = recipe.server.node == "own" or recipe.server.nodes > 1
     if problem := sync_problem(recipe, method if has_server else COLOCATE, accelerator, apart, device):
         yield problem
 

@@ -51,7 +51,7 @@ BEST, TRACKED = "best.json", "tracked.json"  # the best evaluation, the run in t
 CELLS = "cells"  # in a sweep directory: the run directories of its trials
 JOB_FILE = "job.json"  # the last Slurm job, and the folder in which that job starts
 NO_REQUEUE = "no_requeue"  # keeps Slurm from starting a stopped run again
-SYNC_FOLDER = "sync"  # for weight_sync: file if server and rank 0 are on two nodes; removed after the attempt
+SYNC_FOLDER = "sync"  # for weight_sync: file if server and rank 0 are on several nodes; removed after the attempt
 NEWEST_MODEL = "newest_model"  # in GRPO_SYNC_DIR: a link to the folder from which the server starts
 SERVER_STATE = "processes/server_state.json"  # describes the running server: see ``server_state.py``
 # Files with JSON rows, one or a few per step, in the order of steps.
@@ -115,17 +115,17 @@ class Run:
 
     @functools.cached_property
     def logs(self) -> dict[str, Path]:
-        """The existing logs of the last attempt: ``server``, ``trainer``, ``slurm.out``, ``slurm.err``."""
-        names = {process.get("role"): process.get("log", "") for process in self.plan.get("processes", [])}
+        """The existing logs of the last attempt: ``server`` (node 1: ``server_1``), ``trainer``, ``slurm.out/err``."""
+        names: dict[str, str] = {}
+        for process in self.plan.get("processes", []):
+            role, node = process.get("role"), process.get("node")
+            names[f"{role}_{node}" if role == "server" and node else role] = process.get("log", "")
         if job := self.job_id:
             names |= {f"slurm.{end}": f"logs/slurm_{job}.{end}" for end in ("out", "err")}
         # Names are relative to the folder of the launch, which is recorded for Slurm jobs only.
         folders = [Path(self.job.get("working_folder", "")), Path(), find_code_root(), *self.folder.absolute().parents]
-        paths: dict[str, Path] = {}
-        for role, path in ((role, folder / name) for role, name in names.items() for folder in folders):
-            if role not in paths and path.is_file():
-                paths[role] = path
-        return paths
+        paths = {role: [path / name for path in folders if (path / name).is_file()] for role, name in names.items()}
+        return {role: existing[0] for role, existing in paths.items() if existing}
 
     @functools.cached_property
     def texts(self) -> dict[str, str]:

@@ -66,7 +66,7 @@ def gpu_plan(case: Case) -> Finding:
                 f"{first.what}: normal on a login node", "show the plan of a job with: grpo plan RECIPE --gpus 8"
             )
         raise
-    gpus = len(list_used_gpus(plan.server_gpus, plan.placement))
+    gpus = len(list_used_gpus(plan.server_gpus, plan.placement, plan.server_nodes))
     summary = f"vllm {plan.mode}, training processes: {plan.batch.world_size}" + (f", GPUs: {gpus}" if gpus else "")
     summary += f"; unused GPUs: {', '.join(plan.unused_gpus)}" if plan.unused_gpus else ""
     return apply_first_rule(summary, (plan.unused_gpus, WARNING, "request fewer GPUs, or change prompts_per_step"))
