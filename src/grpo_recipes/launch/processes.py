@@ -475,6 +475,7 @@ def _run_command(process: Process, run_dir: Path, scratch: Scratch) -> int:
     """
 
     def set_signals() -> None:
+        """Set the signal handlers of the child before its command starts, and let it die with the guard."""
         # The command inherits ignored signals. accelerate must survive the SIGTERM that every process of a cancelled
         # job gets: its end would end the rank, which still saves. With several ranks accelerate sets its own handler.
         # The ranks restore the default.

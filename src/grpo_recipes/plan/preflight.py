@@ -1,4 +1,7 @@
-"""Check in seconds that a node has everything a run needs, before anything heavy starts.
+"""Check in seconds that a node can run a recipe, before anything heavy starts.
+
+The checks cover packages, scratch folders (inodes, shared memory, socket names) and the limit of open files. With
+GPUs, they also cover the driver, compilers, cores and memory. Ports are checked elsewhere.
 
 The limits are defined only here. `grpo doctor` shows them, `grpo launch` checks them on every node, and `grpo submit`
 checks the resources that a job requests.

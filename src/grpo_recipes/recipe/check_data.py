@@ -111,7 +111,11 @@ def _columns_of_sets(recipe: Recipe) -> Iterator[Columns | None]:
 
 
 def _columns(source: DataSource) -> Columns | None:
-    """Return a dataset's columns, each with the reason why rewards do not get it or ""; None before a download."""
+    """Return a dataset's columns, each with the reason why rewards do not get it, or "" if they do.
+
+    Read only the recipe, generated data and local files. Return None for other datasets of the hub, even if they
+    are downloaded, and for files that can't be read.
+    """
     if source.others is not None:
         return {last_part(name): "" for name in (source.prompt, source.solution, *source.others)}
     if data := generated(source.id):

@@ -1,8 +1,8 @@
 """Write completions of a dataset to a JSONL file, which an interrupted call can continue.
 
-A row is written once all completions of its prompt are complete, so the file never contains partial rows. The file
-``FILE.settings.json`` next to it contains the settings, so rows with different settings never mix. At the end the rows
-are in the order of the dataset.
+Each prompt has one row with the list of its completions, written once all of them are complete. The settings are in
+``FILE.settings.json`` next to the file, and a call with other settings raises ConfigError. At the end, the rows are in
+the order of the dataset.
 """
 
 from __future__ import annotations

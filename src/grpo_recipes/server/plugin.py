@@ -80,7 +80,7 @@ def _fork_engine(platform: Any) -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     def use_cores() -> None:
-        """Give a forked worker the cores that vLLM has put into its environment."""
+        """Limit a forked CPU worker to the cores that vLLM put into its environment, with a torch thread for each."""
         for name in _OPENMP_CORES:
             value = os.environ.get(name)
             if value and value != variables[name]:  # vLLM has set it for this worker

@@ -170,9 +170,10 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         return right_PG.any(dim=1, keepdim=True).expand_as(right_PG), right_PG
 
     def _compute_weights(self, groups: Groups) -> torch.Tensor:
-        """Return the objective's weights, (P, G). In each group they sum to 1 over the completions that learn.
+        """Return the objective's weights, (P, G). In each group, the weights of completions that learn sum to 1.
 
-        ``maxrl`` has weights of 0 in a group without rewards. Raise ConfigError if it gets a negative reward.
+        A completion learns if it is scored and has a token in the loss. Other weights are 0. With ``maxrl``, all
+        weights of a group are 0 if its rewards are all 0. Raise ConfigError if ``maxrl`` gets a negative reward.
         """
         args = self.args
         if args.maxent_objective == "maxrl":

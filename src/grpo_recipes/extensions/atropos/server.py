@@ -184,8 +184,9 @@ class RunServer(APIServer):
     ) -> tuple[list[int], list[list[int]], list[list[float]], list[str]]:
         """Sample completions; return the prompt's token ids, and lists of token ids, log-probs and finish reasons.
 
-        ``max_tokens`` is lowered to the tokens that ``longest`` allows after the prompt. Raise PromptTooLong if it
-        allows none, and ValueError without ``max_tokens``. The request is added to the list of ``record_requests``.
+        ``max_tokens`` is at most the number of tokens that ``longest`` allows after the prompt, also if the request
+        does not set it. Raise PromptTooLong if ``longest`` allows no token. Raise ValueError if neither the request nor
+        the configuration limits the tokens. The request is added to the list of ``record_requests``.
         """
         text, input_ids = kwargs.pop("prompt", None), kwargs.pop("input_ids", None)
         prompt = list(input_ids) if input_ids is not None else self.tokenizer.encode(text)

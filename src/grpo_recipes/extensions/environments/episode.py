@@ -100,7 +100,7 @@ class Episode:
     def add_action(self, ids: Tokens, logprobs: Sequence[float | None] | None, action: str) -> None:
         """Append a sampled turn: ``ids`` to the tokens of the model that wrote it, the text ``action`` to the actions.
 
-        ``logprobs`` has one value per token. If it is None, 0 is stored. An opponent's log-probs are not stored.
+        ``logprobs`` has one value per token; None stores 0 for each. An opponent's log-probs are not stored.
         """
         last = self.turns[-1]
         if last.opponent:

@@ -152,9 +152,9 @@ class Game(Environment):
     def step(self, action: str) -> Turn:
         """Play the action in the current seat, then random opponents; return the next turn of the policy or a model.
 
-        If the game is over, return its last turn. The turn has the policy's reward, and in its info whether the action
-        was legal. If the policy's action is not valid, the info has the reason, and in SecretMafia the next messages
-        too.
+        If these actions end the game, return the last turn. Do not call ``step`` after that. After an action of the
+        policy, the turn has the action's reward, and its info has ``legal``, 1.0 or 0.0. If the action is not valid,
+        the info has the reason, and in SecretMafia the next messages have it too.
         """
         if self._state.current_player_id != self._seat:
             return self._step_opponent(action)

@@ -398,7 +398,10 @@ def _check_trl_environments(recipe: Recipe, environment: Mapping[str, str]) -> I
 def _check_methods(
     recipe: Recipe, spec: str, methods: Mapping[str, ast.FunctionDef | ast.AsyncFunctionDef]
 ) -> Iterator[Problem]:
-    """Yield the problems of a TRL environment's methods: none to call, undescribed ones, an unused ``get_reward``."""
+    """Yield the problems of a TRL environment's methods.
+
+    There is none to call, one is undescribed, or ``get_reward`` is unused, or missing although its reward is used.
+    """
     line, rewards_used = recipe.location("environment"), recipe.rewards.funcs
     tools = [name for name in methods if not name.startswith("_") and name not in ("reset", "get_reward")]
     if not tools:
