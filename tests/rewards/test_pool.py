@@ -120,11 +120,11 @@ def test_what_only_a_look_from_outside_sees_ends_the_reward(completion: str, rea
 
 def test_the_others_go_on_while_one_hangs(pool: RewardPool) -> None:
     started = time.monotonic()
-    scores = judge(pool, "spin", *["sleep 0.08"] * 10, "spin", *["yes"] * 50)
+    scores = judge(pool, "spin", *["sleep 0.08"] * 10, "spin", *["yes"] * 50, "spin", "spin")
     seconds = time.monotonic() - started
-    assert [score.value for score in scores] == [None, *[1.0] * 10, None, *[1.0] * 50]
-    assert all(TIMEOUT <= scores[row].seconds < 2 * TIMEOUT for row in (0, 11))
-    assert seconds < 2 * TIMEOUT + 10 * 0.08, "one after the other"
+    assert [score.value for score in scores] == [None, *[1.0] * 10, None, *[1.0] * 50, None, None]
+    assert all(TIMEOUT <= scores[row].seconds < 3 * TIMEOUT for row in (0, 11, 62, 63))
+    assert seconds < 4 * TIMEOUT + 10 * 0.08, "one after the other"
 
 
 @pytest.mark.parametrize("completion", ["leave-and-spin", "leave-and-die"])
