@@ -124,6 +124,18 @@ def learned() -> str:
     return markdown_table(["recipe", "vLLM", "seeds", "reward before", "after", "pass@1", "pass@8"], rows)
 
 
+def tools() -> str:
+    """Return the table of right answers to held-out questions, with and without tools: mean, lowest and highest."""
+    runs = dict[str, list[list[float]]]()
+    for row in (row for row in _rows("environments") if row["recipe"].endswith("/tools_smoke.yaml")):
+        runs.setdefault("without" if "tools" in row.get("unset", ()) else "with", []).append(row["evaluated_rewards"])
+    rows = [
+        [name, str(len(seeds)), *(_mean_and_ends(list(column), "-") for column in zip(*seeds, strict=True))]
+        for name, seeds in runs.items()
+    ]
+    return markdown_table(["tools", "seeds", "right before", "after"], rows)
+
+
 def played() -> str:
     """Return the table of SecretMafia: a row for each baseline, and rows before and after training."""
     rows, runs = [], dict[tuple[str, str], list[dict[str, float]]]()
@@ -187,6 +199,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu gradients": gpu_gradients,
     "syncs": syncs,
     "environments": learned,
+    "tools": tools,
     "games": played,
     "dynamic sampling": dynamic_sampling,
 }
