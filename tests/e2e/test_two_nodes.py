@@ -140,9 +140,12 @@ def server_logs(run: Launch) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.rotating
 @pytest.mark.timeout(900)
-def test_a_server_of_two_nodes_gets_the_weights_on_both(slurm: SlurmCluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("bridge", "keys"), [("file", ()), ("lora", bridge_cells.LORA)])
+def test_a_server_of_two_nodes_gets_the_weights_on_both(
+    slurm: SlurmCluster, tmp_path: Path, bridge: str, keys: tuple[str, ...]
+) -> None:
     """The weight guard compares the weights of both replicas after each sync."""
-    job, run = submit(slurm, tmp_path, "spread", *SHORT, *REPLICAS, "--weight_sync", "file")
+    job, run = submit(slurm, tmp_path, f"spread-{bridge}", *SHORT, *REPLICAS, "--weight_sync", bridge, *keys)
 
     slurm.wait(job, "COMPLETED", timeout=800)
 
@@ -152,7 +155,8 @@ def test_a_server_of_two_nodes_gets_the_weights_on_both(slurm: SlurmCluster, tmp
     assert (plan["replicas"], plan["server_nodes"]) == (2, 2)
     rows = run.rows()
     assert len(rows) == 3 and all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
-    assert [log.count("grpo: weights loaded") for log in server_logs(run)] == [3, 3]
+    if bridge == "file":
+        assert [log.count("grpo: weights loaded") for log in server_logs(run)] == [3, 3]
     assert run.processes() == []
 
 
