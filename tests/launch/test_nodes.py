@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -103,8 +104,12 @@ def until(condition: Callable[[], object], event: str, seconds: float = 20) -> N
 
 
 def srun_process() -> psutil.Process:
-    living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    (srun,) = [child for child in living if "srun" in " ".join(child.cmdline())]
+    living = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # a child of an earlier test has just ended
+            if child.status() != psutil.STATUS_ZOMBIE and "srun" in " ".join(child.cmdline()):
+                living.append(child)
+    (srun,) = living
     return srun
 
 
