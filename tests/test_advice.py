@@ -35,6 +35,7 @@ NOT_AN_EDIT = {
 }
 # Wrong recipes with a second, hidden problem, which has its own advice.
 SECOND_FAULT = {
+    "code_e2b_without_key": "the variable is not exported",
     "judge_incomplete": "the variable is not exported",
     "flag_without_value": "VALUE stands for the user's value",
     "many_faults": "the line that stays is wrong too",

@@ -103,6 +103,9 @@ def test_weights_go_through_the_run_directory(planned: Any) -> None:
          "vllm_data_parallel_size_local 1 needs 3 nodes for 3 replicas, but the run has 2. "
          "Fix: remove vllm_data_parallel_size_local, or submit with --nodes=3", {LOCAL: None}),
         ({}, {"vllm_data_parallel_size": 2, LOCAL: 1}, "but the run has 1. Fix: remove", {LOCAL: None}),
+        ({}, {"vllm_data_parallel_size": 2, LOCAL: 1, "vllm_node": "own"},
+         "but the run has 1. Fix: remove vllm_data_parallel_size_local, or submit with --nodes=3",
+         {LOCAL: None, "vllm_node": "shared"}),
         ({"nodes": nodes(2)}, {"vllm_data_parallel_size": 2, LOCAL: 1, "vllm_node": "own"},
          "vllm_node: own, but the server is on all 2 nodes. Fix: set vllm_node: shared", {"vllm_node": "shared"}),
         ({"nodes": nodes(3)}, {"vllm_data_parallel_size": 6, LOCAL: 3, "vllm_tensor_parallel_size": 4},
@@ -127,6 +130,13 @@ def test_what_cannot_work_is_refused_and_the_fix_plans(
     assert message in str(refused.value)
     changed = {key: value for key, value in {**keys, **fixed}.items() if value is not None}
     planned(gpus=EIGHT, **resources, **changed)
+
+
+def test_nodes_without_a_gpu_to_train_on_are_too_few(planned: Any) -> None:
+    keys = {"vllm_data_parallel_size": 2, LOCAL: 1}
+    with pytest.raises(ConfigError, match=r"leaves no GPU to train on \(1 visible\)\. Fix: request another node"):
+        planned(gpus=("0",), nodes=nodes(2, ("0",)), **keys)
+    planned(gpus=("0",), nodes=nodes(3, ("0",)), **keys)
 
 
 def test_replicas_meet_at_a_port_of_the_job(planned: Any, read: Callable[..., Recipe]) -> None:

@@ -257,6 +257,8 @@ def test_rows_of_a_trl_environment_need_no_solution(read: Read, tmp_path: Path) 
     assert check(read(**keys, reward_funcs=["environment"]), {}) == []
     (problem,) = check(read(**keys, reward_funcs=["environment", "math_verify"]), {})
     assert "has no column 'answer'" in problem.what
+    (problem,) = check(read(**keys, reward_funcs=["environment"], dataset_solution_column="glod"), {})
+    assert "has no column 'glod'" in problem.what
     (tmp_path / "rows.jsonl").write_text('{"problem": "a", "answer": ""}\n' * 300)
     assert check(read(**keys, reward_funcs=["environment"]), {}) == []
     (problem,) = check(read(**keys, reward_funcs=["environment", "math_verify"]), {})

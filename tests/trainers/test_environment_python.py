@@ -148,6 +148,10 @@ def test_the_users_class_may_import_packages_of_the_other_environment(
     (problem,) = check(read(**keys), {})
     assert "imports 'no_such_package', which is not installed" in problem.what
     assert check(read(**keys, environment_python=str(other)), {}) == []
+    keys["environment"] = "package_of_the_other:Game"
+    (problem,) = check(read(**keys), {})
+    assert "package_of_the_other" in problem.what
+    assert check(read(**keys, environment_python=str(other)), {}) == []
 
 
 def test_a_batch_equals_the_batch_of_our_python_and_a_resume_needs_the_same_packages(

@@ -35,7 +35,16 @@ from grpo_recipes.errors import config_error
 from grpo_recipes.recipe import datafiles
 from grpo_recipes.recipe.configs import DatasetConfig, DatasetMixtureConfig, ScriptArguments
 from grpo_recipes.recipe.generated import generated
-from grpo_recipes.recipe.shapes import COLUMN_KEYS, DataSource, Message, answer_of, chat_of, root_of, value_at
+from grpo_recipes.recipe.shapes import (
+    COLUMN_KEYS,
+    DEFAULT_SOLUTION,
+    DataSource,
+    Message,
+    answer_of,
+    chat_of,
+    root_of,
+    value_at,
+)
 from grpo_recipes.recipe.sources import needs_solutions
 
 Batch = dict[str, list[Any]]
@@ -249,7 +258,8 @@ def make_problems(
         raise config_error(f"'{source.id}'", "the dataset has no rows", "name a dataset with rows")
     needed, with_solution = {source.prompt: source.keys[0]}, needs_solutions(lambda key: getattr(args, key, None))
     known = rows.features or Dataset.from_dict(next(rows.iter(BATCH_ROWS))).features
-    solution_columns = [source.solution] * (with_solution or _get_feature(known, source.solution) is not None)
+    is_named = source.solution != DEFAULT_SOLUTION or _get_feature(known, source.solution) is not None
+    solution_columns = [source.solution] * (with_solution or is_named)
     needed |= dict.fromkeys(solution_columns, source.keys[1])
     require_columns(source.id, known, needed | dict.fromkeys(source.others or (), source.keys[0]))
     extra_columns = source.others

@@ -197,7 +197,9 @@ def _require_changed_rewards(run: Run, recipe: Recipe) -> None:
         raise config_error(
             flag, unchanged, "edit the file in the folder of the first launch, or remove --update-rewards"
         )
-    if problems := [problem for spec in changed if (problem := spec_problem(spec, flag))]:
+    # An environment may run with another Python, which has other packages.
+    found = (spec_problem(spec, flag, spec in recipe.rewards.funcs) for spec in changed)
+    if problems := [problem for problem in found if problem]:
         raise ConfigError(*problems)
 
 

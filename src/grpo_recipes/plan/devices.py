@@ -241,7 +241,8 @@ def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[s
     if count > len(node_gpus):
         replicas, local = f"{recipe.server.replicas} replicas", recipe.server.data_parallel_size_local
         problem = f"{_LOCAL} {local} needs {count} nodes for {replicas}, but the run has {len(node_gpus)}"
-        raise config_error(recipe.source(_LOCAL), problem, f"remove {_LOCAL}, or submit with --nodes={count}")
+        fix = f"remove {_LOCAL}, or submit with --nodes={count + separate_node}"
+        raise config_error(recipe.source(_LOCAL), problem, fix)
     if separate_node and (mode != "server" or len(node_gpus) == count):
         only = "there is only one node" if count == 1 else f"the server is on all {count} nodes"
         conflict = only if mode == "server" else f"there is no server (vLLM: {mode})"
@@ -286,6 +287,8 @@ def _make_server_size_error(recipe: Recipe, problem: str, most: int) -> ConfigEr
             edit = f"set {key}: {limit} or less"
             if nodes > 1:
                 edit = f"set {_LOCAL}: {limit} and {key}: {limit * nodes}"
+    if nodes > 1 and most < 1:
+        edit = "request another node"
     return config_error(recipe.source(key), f"{size} {problem}", f"{edit}, or request more GPUs")
 
 

@@ -28,7 +28,16 @@ from grpo_recipes.recipe.datafiles import (
     read_head,
 )
 from grpo_recipes.recipe.generated import SPLITS, generated, has_scheme, is_misspelled, schemes
-from grpo_recipes.recipe.shapes import COLUMN_KEYS, DataSource, answer_of, chat_of, root_of, usable_columns, value_at
+from grpo_recipes.recipe.shapes import (
+    COLUMN_KEYS,
+    DEFAULT_SOLUTION,
+    DataSource,
+    answer_of,
+    chat_of,
+    root_of,
+    usable_columns,
+    value_at,
+)
 from grpo_recipes.recipe.sources import needs_solutions, source_of, starts_from_rows
 from grpo_recipes.recipe.user_code import missing_argument_problems
 
@@ -243,7 +252,8 @@ def _no_file(where: str, name: str, path: Path) -> Iterator[Problem]:
 
 def _columns_and_rows(source: DataSource, head: Head, place: _Place, recipe: Recipe) -> Iterator[Problem]:
     """Yield problems for missing columns in the head of a dataset, and for first rows of the wrong kind."""
-    broken, columns = False, [source.prompt, *[source.solution] * needs_solutions(recipe.__getitem__)]
+    with_solution = needs_solutions(recipe.__getitem__) or source.solution != DEFAULT_SOLUTION
+    broken, columns = False, [source.prompt, *[source.solution] * with_solution]
     for column, key in zip(columns, source.keys, strict=False):
         problem = _no_column(source, head, column, for_solution=column != source.prompt)
         if problem:

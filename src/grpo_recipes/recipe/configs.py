@@ -17,6 +17,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.recipe.fields import MOST_GPUS, MOST_OF_A_GROUP, MOST_ROWS, MOST_STEPS, MOST_TOKENS, key
 from grpo_recipes.recipe.registry import OBJECTIVES, SERVER_BACKENDS
+from grpo_recipes.recipe.shapes import DEFAULT_SOLUTION
 
 # TRL types these keys as `str`, so a typo would only fail inside the trainer.
 TRL_CHOICES: dict[str, list[str]] = {
@@ -64,7 +65,7 @@ class CoreArguments(trl.ScriptArguments):
     dataset_mixture: dict[str, Any] | None = key(None,
         "Several datasets instead of dataset_name: DatasetMixtureConfig.")
     dataset_prompt_column: str = key("problem", "Column with the problem: text or a list of chat messages.")
-    dataset_solution_column: str = key("answer", "Column with the reference solution for the rewards.")
+    dataset_solution_column: str = key(DEFAULT_SOLUTION, "Column with the reference solution for the rewards.")
     dataset_solution_marker: str | None = key(None,
         "Keep only the text after the last occurrence of this marker in the solution, e.g. '####' for GSM8K.")
     system_prompt: str | None = key(None, "System message for every prompt without one.")

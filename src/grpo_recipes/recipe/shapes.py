@@ -17,6 +17,7 @@ from grpo_recipes.errors import ConfigError, config_error
 
 Message = dict[str, str]
 COLUMN_KEYS = ("dataset_prompt_column", "dataset_solution_column")
+DEFAULT_SOLUTION = "answer"  # value of dataset_solution_column, unless the recipe sets it
 _DEPTH = 4  # parts of a path that a message offers
 _OFFERED = 8  # columns that a message lists
 # Last parts of paths that are likely a solution or a prompt, for the order in a message.

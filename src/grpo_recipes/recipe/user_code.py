@@ -54,7 +54,8 @@ def spec_problem(spec: str, where: str, installed_here: bool = True) -> Problem 
         return Problem(where, f"'{spec}' names no function or class", "write module:name or file.py:name")
     path = source_path(spec)
     if path is None:
-        return _not_found(module, where)
+        is_elsewhere = not installed_here and not module.endswith(".py")
+        return None if is_elsewhere else _not_found(module, where)
     try:
         source = path.read_bytes()
         tree = ast.parse(source)

@@ -25,6 +25,9 @@ def fake_piston(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """Answer as Piston's /api/v2/execute."""
     if body.keys() != {"language", "version", "files", "stdin", "run_timeout"} or body["language"] != "python":
         return 400, {"message": f"unexpected {body}"}
+    if "# busy" in body["files"][0]["content"]:
+        time.sleep(0.8)
+        return 503, {"message": "no worker is free"}
     output, code = run(body["files"][0]["content"], body["stdin"])
     return 200, {"language": "python", "version": "3.12.0", "run": {"stdout": output, "code": code, "signal": None}}
 
@@ -214,3 +217,11 @@ def test_a_failure_of_e2b_leaves_the_completion_unscored(e2b: str, monkeypatch: 
     (unscored,) = score("e2b", e2b, RIGHT)
     assert unscored.value is None and "HTTP Error 401" in str(unscored.reason)
     assert "e2b_wrong" not in str(unscored.reason)
+    monkeypatch.setenv("E2B_API_KEY", "e2b_first\ne2b_second")
+    (unscored,) = score("e2b", e2b, RIGHT)
+    assert unscored.value is None and str(unscored.reason).endswith("E2B_API_KEY has more than one line")
+
+
+def test_a_service_that_stays_busy_is_named_before_the_time_of_a_reward_is_over(service: str) -> None:
+    (unscored,) = score("piston", service, "# busy", timeout=4.0)
+    assert unscored.value is None and not unscored.by_limit and unscored.seconds < 4.0, unscored

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from grpo_recipes.extensions.code.arguments import E2B
 from grpo_recipes.extensions.code.jail import run_program
-from grpo_recipes.extensions.code.services import SERVICES, Run, open_e2b_sandbox
+from grpo_recipes.extensions.code.services import SERVICES, Run, limit_overhead, open_e2b_sandbox
 from grpo_recipes.rewards.answers import extract_final_text
 
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
@@ -66,7 +66,7 @@ def code_tests(
     memory_bytes = int(_PART_OF_MEMORY * reward_memory_gib * 2**30)
     run: Run = partial(run_program, memory_bytes=memory_bytes)
     if code_sandbox in SERVICES:
-        run = partial(SERVICES[code_sandbox], str(code_server_url))
+        run = partial(SERVICES[code_sandbox], str(code_server_url), limit_overhead(reward_timeout))
     infos = columns.get("verification_info", [None] * len(completions))
     rewards: list[float | None] = []
     for completion, info, solution in zip(completions, infos, answer, strict=True):

@@ -12,6 +12,7 @@ from typing import Any
 from packaging.version import Version
 
 from grpo_recipes.errors import Problem
+from grpo_recipes.extensions.environments.arguments import EnvironmentKeys
 from grpo_recipes.extensions.environments.libraries import LIBRARIES
 from grpo_recipes.paths import display_path
 from grpo_recipes.recipe import Recipe
@@ -73,7 +74,8 @@ def record_packages(python: Path, copies: Path) -> None:
 def check_python(recipe: Recipe, environment: Any) -> Iterator[Problem]:
     """Yield a problem if the interpreter is missing, or its packages differ from those at the start of this run."""
     python, key = find_python(recipe.__getitem__), "environment_python"
-    if python is None or not (recipe["environment"] or recipe["environment_mixture"]):
+    keys = EnvironmentKeys(recipe)
+    if python is None or not (keys.environment or keys.mixture):
         return
     if not (python.is_file() and os.access(python, os.X_OK)):
         folder = python.parents[1] if python.parent.name == "bin" else python
