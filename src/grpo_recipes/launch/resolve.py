@@ -198,8 +198,8 @@ def _require_changed_rewards(run: Run, recipe: Recipe) -> None:
             flag, unchanged, "edit the file in the folder of the first launch, or remove --update-rewards"
         )
     # An environment may run with another Python, which has other packages.
-    found = (spec_problem(spec, flag, spec in recipe.rewards.funcs) for spec in changed)
-    if problems := [problem for problem in found if problem]:
+    results = (spec_problem(spec, flag, spec in recipe.rewards.funcs) for spec in changed)
+    if problems := [problem for problem in results if problem]:
         raise ConfigError(*problems)
 
 
