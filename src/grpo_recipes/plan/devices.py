@@ -250,11 +250,8 @@ def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[s
     if mode != "server" or resources.device == "cpu":
         return (), node_gpus
     first_nodes, later_nodes = node_gpus[:count], node_gpus[count:]
-    shared, serving, visible = (
-        shares_gpu(recipe, resources, mode),
-        count_server_gpus(recipe),
-        min(map(len, first_nodes)),
-    )
+    shared, serving = shares_gpu(recipe, resources, mode), count_server_gpus(recipe)
+    visible = min(map(len, first_nodes))
     most = visible - (1 if not later_nodes and not shared else 0)
     if serving > most:
         no_trainer = f"leaves no GPU to train on ({visible} visible)"

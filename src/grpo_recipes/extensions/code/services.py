@@ -1,8 +1,8 @@
 """Run Python programs on an HTTP service: Piston (``/api/v2/execute``), Sandbox Fusion (``/run_code``) or E2B.
 
-Piston and Sandbox Fusion get a program and its input in one request, and reply with the program's output. E2B makes a
-sandbox for the tests of a completion, whose interpreter runs the programs. The service limits memory, processes and
-network.
+Piston and Sandbox Fusion get a program and its input in one request, and reply with the program's output. E2B creates a
+sandbox for the tests of a completion, and the sandbox's interpreter runs the programs. The service limits memory,
+processes and network.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from grpo_recipes.process.answers import MAX_BYTES, ResponseTooLarge, bounded_op
 
 _E2B_URL = "https://api.e2b.app"
 _E2B_PORT = 49999  # of the interpreter in a sandbox
-_MORE_SECONDS = 2.0  # most that a request may take next to the program's time
-_PART_OF_OVERHEAD = 0.15  # the same, of the time of a completion
+_MOST_OVERHEAD = 2.0  # most seconds that a request may take beyond the program's time
+_PART_OF_OVERHEAD = 0.15  # the same limit, as a part of the time of a completion
 _BUSY = (429, 502, 503, 504)  # statuses after which a request is repeated
 _PART_OF_START, _PART_OF_END = 0.3, 0.04  # of the time of a completion, to create a sandbox on E2B and to kill it
 _FIRST_PAUSE = 0.25  # seconds before the first repetition, doubled each time
@@ -47,24 +47,24 @@ with tempfile.TemporaryDirectory() as folder, open(folder + "/output", "w+b") as
 Run = Callable[[str, str, float], str | None]  # (program, input, seconds) -> its output, None if it failed
 
 
-def run_on_piston(url: str, more: float, source: str, text: str, seconds: float) -> str | None:
+def run_on_piston(url: str, overhead: float, source: str, text: str, seconds: float) -> str | None:
     """Run a Python program on the Piston server at ``url``; return its output, or None if the program failed.
 
-    ``source`` is the program and ``text`` its input. ``seconds`` limits its time, and with ``more`` seconds the time of
-    the whole request. Raise an error if the server gives no result.
+    ``source`` is the program and ``text`` its input. ``seconds`` limits its time, and with ``overhead`` seconds the
+    time of the whole request. Raise an error if the server gives no result.
     """
     request = {
         "language": "python", "version": "*", "files": [{"content": source}], "stdin": text,
         "run_timeout": int(seconds * 1000),
     }  # fmt: skip
-    run = json.loads(_send("POST", f"{url.rstrip('/')}/api/v2/execute", request, seconds + more))["run"]
+    run = json.loads(_send("POST", f"{url.rstrip('/')}/api/v2/execute", request, seconds + overhead))["run"]
     return str(run["stdout"]) if run["code"] == 0 else None
 
 
-def run_on_sandbox_fusion(url: str, more: float, source: str, text: str, seconds: float) -> str | None:
+def run_on_sandbox_fusion(url: str, overhead: float, source: str, text: str, seconds: float) -> str | None:
     """Run a program on Sandbox Fusion, like ``run_on_piston``. Raise ValueError if its sandbox failed."""
     request = {"code": source, "language": "python", "stdin": text, "run_timeout": seconds}
-    reply = json.loads(_send("POST", f"{url.rstrip('/')}/run_code", request, seconds + more))
+    reply = json.loads(_send("POST", f"{url.rstrip('/')}/run_code", request, seconds + overhead))
     if reply["status"] == "SandboxError":
         raise ValueError(f"the sandbox failed: {reply.get('message') or 'no message'}")
     return str(reply["run_result"]["stdout"]) if reply["status"] == "Success" else None
@@ -72,7 +72,7 @@ def run_on_sandbox_fusion(url: str, more: float, source: str, text: str, seconds
 
 def limit_overhead(seconds: float) -> float:
     """Return the seconds that a request may take beyond the time of its program, if a completion has ``seconds``."""
-    return min(_MORE_SECONDS, _PART_OF_OVERHEAD * seconds)
+    return min(_MOST_OVERHEAD, _PART_OF_OVERHEAD * seconds)
 
 
 SERVICES = {"piston": run_on_piston, "sandbox_fusion": run_on_sandbox_fusion}
@@ -86,14 +86,15 @@ def open_e2b_sandbox(url: str | None, seconds: float) -> Iterator[Run]:
     block has ``seconds``, and a part of them limits the start. Then E2B kills the sandbox even if this process was
     killed. ``url`` is the address of E2B's API, by default the public one.
     """
-    api, key = (url or _E2B_URL).rstrip("/"), {"X-API-Key": os.environ[E2B_KEY].strip()}
-    if not key["X-API-Key"].isprintable():  # http.client would print it
+    api, api_key = (url or _E2B_URL).rstrip("/"), os.environ[E2B_KEY].strip()
+    if not api_key.isprintable():  # http.client would print it
         raise ValueError(f"{E2B_KEY} has more than one line")
+    login = {"X-API-Key": api_key}
     request = {
-        "templateID": "code-interpreter-v1", "timeout": math.ceil(seconds + _MORE_SECONDS), "secure": True,
+        "templateID": "code-interpreter-v1", "timeout": math.ceil(seconds + _MOST_OVERHEAD), "secure": True,
         "allow_internet_access": False,
     }  # fmt: skip
-    sandbox = json.loads(_send("POST", f"{api}/sandboxes", request, _PART_OF_START * seconds, key))
+    sandbox = json.loads(_send("POST", f"{api}/sandboxes", request, _PART_OF_START * seconds, login))
     name, parts = sandbox["sandboxID"], urlsplit(api)
     headers = {
         "E2b-Sandbox-Id": name, "E2b-Sandbox-Port": str(_E2B_PORT), "X-Access-Token": sandbox.get("envdAccessToken"),
@@ -101,20 +102,20 @@ def open_e2b_sandbox(url: str | None, seconds: float) -> Iterator[Run]:
     }  # fmt: skip
     host = f"{parts.scheme}://{_E2B_PORT}-{name}.{sandbox.get('domain') or parts.netloc.removeprefix('api.')}"
     try:
-        more = limit_overhead(seconds)
-        yield partial(_run_in_sandbox, host, more, {header: value for header, value in headers.items() if value})
+        overhead = limit_overhead(seconds)
+        yield partial(_run_in_sandbox, host, overhead, {header: value for header, value in headers.items() if value})
     finally:
         with contextlib.suppress(OSError, HTTPException):
-            _send("DELETE", f"{api}/sandboxes/{name}", None, min(_MORE_SECONDS, _PART_OF_END * seconds), key)
+            _send("DELETE", f"{api}/sandboxes/{name}", None, min(_MOST_OVERHEAD, _PART_OF_END * seconds), login)
 
 
 def _run_in_sandbox(
-    host: str, more: float, headers: Mapping[str, str], source: str, text: str, seconds: float
+    host: str, overhead: float, headers: Mapping[str, str], source: str, text: str, seconds: float
 ) -> str | None:
     """Run a program in a sandbox of E2B, like ``run_on_piston``. Raise ValueError if the sandbox gives no result."""
     source_bytes, input_bytes = (part.encode(errors="replace") for part in (source, text))
     code = _RUN_IN_SANDBOX.format(source=source_bytes, text=input_bytes, seconds=seconds)
-    reply = _send("POST", f"{host}/execute", {"code": code}, seconds + more, headers)
+    reply = _send("POST", f"{host}/execute", {"code": code}, seconds + overhead, headers)
     events = [json.loads(line) for line in reply.splitlines()]
     if error := next((event for event in events if event["type"] == "error"), None):
         raise ValueError(f"the sandbox failed: {error.get('name')}: {error.get('value')}")
