@@ -126,12 +126,8 @@ def _sandbox(clock: datetime | None = None) -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     sandbox.filters["tojson"] = tojson
-
-    def strftime_now(form: str) -> str:
-        """Return the time ``clock``, by default now, in the format ``form``."""
-        return (clock or datetime.now()).strftime(form)
-
-    sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    sandbox.globals["raise_exception"] = raise_exception
+    sandbox.globals["strftime_now"] = lambda form: (clock or datetime.now()).strftime(form)
     return sandbox
 
 
@@ -167,18 +163,15 @@ def model_folder(recipe: Recipe, environment: Mapping[str, str]) -> Path:
 
 
 def find_model_folder(name: str, revision: str, environment: Mapping[str, str]) -> Path:
-    """Return the folder with this name, or the folder of a hub id in the hub's cache; it need not exist."""
-    folder = Path(os.path.expanduser(name))
-    return folder if folder.is_dir() else _snapshot(name, revision, environment)
+    """Return the folder with this name, or the folder of a hub id in the hub's cache; it need not exist.
 
-
-def _snapshot(model: str, revision: str, environment: Mapping[str, str]) -> Path:
-    """Return the folder of a model's revision in the hub's cache, or of its newest snapshot if the revision is missing.
-
-    If the cache has no snapshot, return the folder that the revision would have.
+    The cache's folder is the folder of the revision if it exists, otherwise the newest snapshot.
     """
+    folder = Path(os.path.expanduser(name))
+    if folder.is_dir():
+        return folder
     home = environment.get("HF_HOME") or cache_root(environment) / "huggingface"
-    cache = Path(environment.get("HF_HUB_CACHE") or Path(home, "hub"), f"models--{model.replace('/', '--')}")
+    cache = Path(environment.get("HF_HUB_CACHE") or Path(home, "hub"), f"models--{name.replace('/', '--')}")
     reference = cache / "refs" / revision
     commit = cache / "snapshots" / (reference.read_text().strip() if reference.is_file() else revision)
     newest = sort_newest_first(cache.glob("snapshots/*"))

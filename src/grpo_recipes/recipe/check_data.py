@@ -100,23 +100,17 @@ def reward_arguments(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     """Yield a problem for each user reward with a required argument that no dataset of the recipe has."""
     live: tuple[str, ...] = LIVE_OBJECTS if recipe.rewards.isolation == "none" else ()
     live += (ENVIRONMENTS,) if starts_from_rows(recipe.__getitem__) else ()
-    yield from missing_argument_problems(recipe, list(_columns_of_sets(recipe)), recipe.path.parent / "rewards", live)
-
-
-def _columns_of_sets(recipe: Recipe) -> Iterator[Columns | None]:
-    """Yield the columns of each dataset that rewards see, None if they are unknown before a download.
-
-    A mixture counts as one dataset with the columns that all of its datasets have.
-    """
-    if recipe.data.mixture:
+    sets: list[Columns | None] = []  # None: unknown before a download
+    if recipe.data.mixture:  # counts as one dataset with the columns that all of its datasets have
         all_of = [_columns(source) for source in mixture_sources(recipe)]
         known = [columns for columns in all_of if columns is not None]
         common = set.intersection(*map(set, known)) if known and len(known) == len(all_of) else None
-        yield None if common is None else {name: known[0][name] for name in sorted(common)}
+        sets.append(None if common is None else {name: known[0][name] for name in sorted(common)})
     elif recipe.data.name:
-        yield _columns(training_source(recipe))
+        sets.append(_columns(training_source(recipe)))
     if rules.evaluation_set(recipe):
-        yield _columns(evaluation_source(recipe))
+        sets.append(_columns(evaluation_source(recipe)))
+    yield from missing_argument_problems(recipe, sets, recipe.path.parent / "rewards", live)
 
 
 def _columns(source: DataSource) -> Columns | None:

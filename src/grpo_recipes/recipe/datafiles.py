@@ -133,7 +133,12 @@ def count_rows(path: Path, most: int, split: str = "train") -> int | None:
     In a folder of files, the rows of all splits are counted together. Raise ValueError if a file has a fault.
     """
     if is_saved(path):
-        return sum(itertools.islice(_saved_sizes(_saved_folder(path, split)), most))
+        total = 0
+        for batch in _saved_batches(_saved_folder(path, split)):
+            total += batch.num_rows
+            if total >= most:
+                return most
+        return total
     files = data_files(path)[1] if path.is_dir() else [path]
     total = 0
     for file in files:
@@ -315,12 +320,6 @@ def _saved_batches(folder: Path) -> Iterator[Any]:
         for entry in json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]:
             with pyarrow.memory_map(str(folder / entry["filename"])) as source:
                 yield from pyarrow.ipc.open_stream(source)
-
-
-def _saved_sizes(folder: Path) -> Iterator[int]:
-    """Yield a 1 for each row of a saved dataset, so that the caller can stop counting early."""
-    for batch in _saved_batches(folder):
-        yield from itertools.repeat(1, batch.num_rows)
 
 
 def _plain(names: Iterable[str], features: Mapping[str, Any]) -> list[str]:

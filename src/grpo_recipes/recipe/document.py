@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.errors import ConfigError, Problem, config_error, translate_errors
+from grpo_recipes.errors import Problem, config_error, translate_errors
 from grpo_recipes.paths import display_path, find_code_root, shell_quote
 from grpo_recipes.recipe.keys import REFUSED_VALUES, catalogue, nearest_of, nested_catalogue
 
@@ -75,14 +75,11 @@ class _Loader(yaml.SafeLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Return the value of a node; raise YAMLError if its tag does not fit, e.g. ``!!bool maybe``."""
-
-        def unreadable(_: Exception) -> yaml.YAMLError:
-            """Return the YAMLError for this node."""
-            message = f"'{str(node.value)[:40]}' cannot be read as {node.tag.rpartition(':')[2]}"
-            return yaml.constructor.ConstructorError(None, None, message, node.start_mark)
-
-        with translate_errors((ValueError, KeyError, AttributeError), unreadable):  # raised by PyYAML
+        try:
             return super().construct_object(node, deep)
+        except (ValueError, KeyError, AttributeError) as error:  # raised by PyYAML
+            message = f"'{str(node.value)[:40]}' cannot be read as {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, message, node.start_mark) from error
 
 
 def read_document(path: Path, problems: list[Problem]) -> list[dict[str, Value]]:
@@ -124,27 +121,26 @@ def read_file(path: Path, problems: list[Problem]) -> dict[str, Value]:
 
     Raise ConfigError if the file can't be read, is larger than 1 MiB, or is not a YAML mapping.
     """
-
-    def unreadable(error: OSError | UnicodeDecodeError) -> ConfigError:
-        """Return the ConfigError for a file that can't be read or is not UTF-8."""
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        return config_error(str(path), f"cannot be read ({reason})", "name an existing recipe")
-
-    def not_yaml(error: yaml.YAMLError) -> ConfigError:
-        """Return the ConfigError for text that is not YAML, at its line."""
-        mark = getattr(error, "problem_mark", None)
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        where = f"{display_path(path)}:{mark.line + 1}" if mark else display_path(path)
-        return config_error(where, f"not valid YAML ({reason})", "correct the indentation, quote or bracket there")
-
-    with translate_errors((OSError, UnicodeDecodeError), unreadable):
+    try:
         if (size := path.stat().st_size) > _MOST_BYTES:
             message = f"has {size // 10**6} MB, but a recipe has at most {_MOST_BYTES // 10**6} MB"
             raise config_error(str(path), message, "name a recipe")
         text = path.read_text(encoding="utf-8")
-    too_deep = config_error(display_path(path), "values are nested too deeply, or in themselves", "write them flatter")
-    with translate_errors(RecursionError, lambda _: too_deep), translate_errors(yaml.YAMLError, not_yaml):
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise config_error(str(path), f"cannot be read ({reason})", "name an existing recipe") from error
+    where = display_path(path)
+    try:
         return _parse(path, text, problems)
+    except RecursionError as error:
+        problem = "values are nested too deeply, or in themselves"
+        raise config_error(where, problem, "write them flatter") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        where = f"{where}:{mark.line + 1}" if mark else where
+        fix = "correct the indentation, quote or bracket there"
+        raise config_error(where, f"not valid YAML ({reason})", fix) from error
 
 
 def _parse(path: Path, text: str, problems: list[Problem]) -> dict[str, Value]:

@@ -201,14 +201,14 @@ def nearest_of(name: str, names: Iterable[str]) -> str | None:
         """Return whether two texts have at least this ratio of equal characters."""
         return difflib.SequenceMatcher(None, text, other).ratio() >= least_ratio
 
-    def misspells(candidate: str) -> bool:
-        """Return whether ``name`` is similar to a candidate, as a whole or word by word, or has the same letters."""
-        words, parts = name.lower().split("_"), candidate.lower().split("_")
+    words = name.lower().split("_")
+    for candidate in difflib.get_close_matches(name, list(names), n=3, cutoff=0.6):
+        parts = candidate.lower().split("_")
         by_word = len(words) == len(parts) and all(similar(*pair, 0.81) for pair in zip(words, parts, strict=True))
         swapped = sorted(name.lower()) == sorted(candidate.lower())  # letters or words in another order
-        return by_word or swapped or similar("".join(words), "".join(parts), 0.92)
-
-    return next(filter(misspells, difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)), None)
+        if by_word or swapped or similar("".join(words), "".join(parts), 0.92):
+            return candidate
+    return None
 
 
 def schema_file() -> Path:

@@ -34,12 +34,6 @@ def reads_pictures(config: Mapping[str, Any]) -> bool:
     return isinstance(config.get("vision_config"), dict)
 
 
-def has_experts(config: Mapping[str, Any]) -> bool:
-    """Return whether a model's config.json describes a mixture of experts."""
-    text = config.get("text_config")
-    return any(part.get(name) for part in (config, text if isinstance(text, dict) else {}) for name in _EXPERT_COUNTS)
-
-
 def kind_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
     """Yield a problem if the model is an encoder-decoder, or if vLLM can't serve it here as the recipe says.
 
@@ -55,7 +49,10 @@ def kind_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Pr
     if starts_vllm and reads_pictures(config) and importlib.util.find_spec("torchvision") is None:
         fault = "the model reads pictures, and vLLM can't serve it without torchvision, which is not installed"
         yield recipe.problem(KEY, fault, f"{_TEXT_MODEL}, or set use_vllm: false")
-    if starts_vllm and recipe.server.data_parallel_size != 1 and has_experts(config):
+    text = config.get("text_config")
+    parts = (config, text if isinstance(text, dict) else {})
+    has_experts = any(part.get(name) for part in parts for name in _EXPERT_COUNTS)
+    if starts_vllm and recipe.server.data_parallel_size != 1 and has_experts:
         fault = "the model is a mixture of experts, and vLLM would give each replica only a part of the experts"
         yield recipe.problem("vllm_data_parallel_size", fault, "set vllm_data_parallel_size: 1")
 

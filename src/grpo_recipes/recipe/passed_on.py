@@ -109,17 +109,14 @@ def passed_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[
 
     Values in the dictionaries are converted in place; a value of a wrong type becomes None.
     """
-    checks: list[Callable[[], Iterator[Problem]]] = [partial(_dictionary, recipe, key) for key in _DICTIONARIES]
-    checks += [partial(_accumulation, recipe), partial(_optimizer, recipe), partial(_scheduler, recipe)]
-    checks += [partial(_sampling, recipe), partial(_template, recipe, environment)]
-    for check in checks:
+    for key in _DICTIONARIES:
         with contextlib.suppress(BrokenKey):  # one wrong dictionary does not hide another's problems
-            yield from check()
-
-
-def _dictionary(recipe: Recipe, key: str) -> Iterator[Problem]:
-    """Yield the problems of the dictionary in the recipe key ``key``, which may have the names in ``keys.json``."""
-    yield from _part_problems(recipe, key, recipe[key] or {}, Value(None, recipe.source(key)))
+            yield from _part_problems(recipe, key, recipe[key] or {}, Value(None, recipe.source(key)))
+    checks: list[Callable[[Recipe], Iterator[Problem]]] = [_accumulation, _optimizer, _scheduler, _sampling]
+    checks.append(partial(_template, environment=environment))
+    for check in checks:
+        with contextlib.suppress(BrokenKey):
+            yield from check(recipe)
 
 
 def _accumulation(recipe: Recipe) -> Iterator[Problem]:
@@ -240,16 +237,12 @@ def _scheduler(recipe: Recipe) -> Iterator[Problem]:
     key = "lr_scheduler_kwargs" if kwargs else "lr_scheduler_type"
     for name in (name for name, entry in known.items() if entry.get("required") and name not in kwargs):
         message = f"lr_scheduler_type: {kind} needs {name} in lr_scheduler_kwargs"
-        yield recipe.problem(key, message, f"set lr_scheduler_kwargs: {{{name}: {_tenth(recipe)}}}")
+        example = max(1, recipe.batch.max_steps // 10) if recipe.batch.max_steps > 0 else 10
+        yield recipe.problem(key, message, f"set lr_scheduler_kwargs: {{{name}: {example}}}")
     alternatives = _ONE_OF.get(kind, ())
     if alternatives and len([name for name in alternatives if kwargs.get(name) is not None]) != 1:
         message = f"lr_scheduler_type: {kind} needs {' or '.join(alternatives)} in lr_scheduler_kwargs, and only one"
         yield recipe.problem(key, message, "set lr_scheduler_kwargs: {min_lr_rate: 0.1}")
-
-
-def _tenth(recipe: Recipe) -> int:
-    """Return a tenth of ``max_steps``, at least 1, as an example in a fix; 10 without ``max_steps``."""
-    return max(1, recipe.batch.max_steps // 10) if recipe.batch.max_steps > 0 else 10
 
 
 def _sampling(recipe: Recipe) -> Iterator[Problem]:

@@ -43,16 +43,11 @@ def missing_message(render: Render, prompt: list[Message]) -> Message | None:
         marked = f"{text} {_MARK}" if text.strip() else _MARK
         before = message["content"].removesuffix(text)
         tried = [*prompt[:index], {**message, "content": before + marked}, *prompt[index + 1 :]]
-        if not _occurs(marked, render(tried)):
+        squeezed = "".join(render(tried).split())
+        forms = (marked, json.dumps(marked, ensure_ascii=False)[1:-1])
+        if not any("".join(form.split()) in squeezed for form in forms):
             return message
     return None
-
-
-def _occurs(text: str, rendered: str) -> bool:
-    """Return whether a text, or its form in JSON, occurs in a rendered prompt, without regard to white space."""
-    squeezed = "".join(rendered.split())
-    forms = (text, json.dumps(text, ensure_ascii=False)[1:-1])
-    return any("".join(form.split()) in squeezed for form in forms)
 
 
 def rendering_notes(render: Render, prompt: list[Message], template: str, kwargs: Mapping[str, Any]) -> list[str]:

@@ -74,7 +74,11 @@ def chat_of(value: Any, source: DataSource, system: str | None) -> list[Message]
     empty. A ConfigError rejects anything else, and a chat that ends with the assistant's turn.
     """
     if not isinstance(value, list):
-        value = [{"role": "user", "content": _prompt_text(value, source)}]
+        text = _text(value, source, for_solution=False)
+        if text.lstrip().startswith("[{") and _is_chat_as_text(text):
+            fault = f"column '{source.prompt}' of '{source.id}' holds a chat written as text"
+            raise config_error(source.keys[0], fault, "save the column as a list of messages, in .jsonl or .parquet")
+        value = [{"role": "user", "content": text}]
     messages = [_message(value, index, source) for index in range(len(value))]
     if messages and messages[-1]["role"] == "assistant":
         users = [index for index, message in enumerate(messages) if message["role"] == "user"]
@@ -86,15 +90,6 @@ def chat_of(value: Any, source: DataSource, system: str | None) -> list[Message]
         return []
     has_system = messages[0]["role"] in ("system", "developer")
     return messages if has_system or not system else [{"role": "system", "content": system}, *messages]
-
-
-def _prompt_text(value: Any, source: DataSource) -> str:
-    """Return a prompt as text; raise ConfigError if it is not a scalar, or is a chat that was written as text."""
-    text = _text(value, source, for_solution=False)
-    if text.lstrip().startswith("[{") and _is_chat_as_text(text):
-        fault = f"column '{source.prompt}' of '{source.id}' holds a chat written as text"
-        raise config_error(source.keys[0], fault, "save the column as a list of messages, in .jsonl or .parquet")
-    return text
 
 
 def _is_chat_as_text(text: str) -> bool:
@@ -135,18 +130,13 @@ def _message(messages: list[Any], index: int, source: DataSource) -> Message:
     elif isinstance(filled.get("content"), list):
         fault = f"{_chat(source)} holds content in parts ({_short(filled['content'])}), expected a text"
         fix = "save each content as one text"
-        texts = [number for number, part in enumerate(filled["content"]) if _is_text_part(part)]
-        if len(messages) == len(texts) == len(filled["content"]) == 1:
+        part = filled["content"][0] if len(messages) == len(filled["content"]) == 1 else None
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
             fix = source.naming(f"{column}.0.content.0.text")
     elif {"role", "content"} < filled.keys():
         extra = ", ".join(name for name in filled if name not in ("role", "content"))
         fix = f"remove {extra} from the messages: only role and content are rendered"
     raise config_error(source.keys[0], fault, fix)
-
-
-def _is_text_part(part: Any) -> bool:
-    """Return whether a part of a message's content is a mapping with a text."""
-    return isinstance(part, dict) and isinstance(part.get("text"), str)
 
 
 def _chat(source: DataSource) -> str:
