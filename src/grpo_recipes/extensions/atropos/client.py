@@ -242,7 +242,15 @@ class AtroposClient:
     def _check_deadline(self, deadline: float) -> None:
         """Print and raise AtroposError with the reason why no groups came if the monotonic time ``deadline`` passed."""
         if time.monotonic() >= deadline:
-            raise self._make_timeout_error()
+            reason, lines = self._diagnose()
+            if self._last_rejection:
+                reason = f"groups came but were rejected, the last: {self._last_rejection}"
+            elif not self.counts["groups"]:
+                reason = self._explain_wait() or reason
+            timed_out = f"Maximum wait time ({float(self._max_wait)}s) exceeded"
+            for line in (timed_out, _NO_BATCH):
+                self._say(line)
+            raise AtroposError("\n  ".join([f"{timed_out}: {reason}\n{_NO_BATCH}", *lines]))
 
     def _request_batch_with_retries(self, deadline: float) -> list[Group] | None:
         """Request a batch and repeat failed requests; return the batch, or None if run-api has no batch yet.
@@ -291,14 +299,6 @@ class AtroposClient:
             return None
         with translate_errors(ValueError, lambda error: AtroposError(f"run-api at {self.url} handed out {error}")):
             groups = [Group.from_json(entry) for entry in content["batch"]]
-        self._count_batch(groups)
-        return groups
-
-    def _count_batch(self, groups: Sequence[Group]) -> None:
-        """Add a received batch to ``counts`` and its group sizes to the known sizes, and print it.
-
-        Set ``last_seen`` of its environments to the current time.
-        """
         sequences = sum(len(group.tokens) for group in groups)
         self.counts["batches"] += 1
         self.counts["groups"] += len(groups)
@@ -307,6 +307,7 @@ class AtroposClient:
         self._say(
             f"Successfully retrieved batch with {len(groups)} items ({len(groups)} groups, {sequences} sequences)"
         )
+        return groups
 
     def _count_stolen_batches(self) -> None:
         """Request run-api's step; if it has handed out more batches than came here, count and print the difference.
@@ -346,18 +347,6 @@ class AtroposClient:
         """Count and print, with the reason, a batch that run-api removed from its queue but may not have delivered."""
         self.counts["lost_batches"] += 1
         self._say(f"run-api at {self.url} may have lost a batch: {reason}")
-
-    def _make_timeout_error(self) -> AtroposError:
-        """Print that the wait took too long; return an AtroposError with the likely reason and a report on run-api."""
-        reason, lines = self._diagnose()
-        if self._last_rejection:
-            reason = f"groups came but were rejected, the last: {self._last_rejection}"
-        elif not self.counts["groups"]:
-            reason = self._explain_wait() or reason
-        timed_out = f"Maximum wait time ({float(self._max_wait)}s) exceeded"
-        for line in (timed_out, _NO_BATCH):
-            self._say(line)
-        return AtroposError("\n  ".join([f"{timed_out}: {reason}\n{_NO_BATCH}", *lines]))
 
     def _diagnose(self) -> tuple[str, list[str]]:
         """Ask run-api why no batch comes; return the likely reason, and a report in lines: run-api, counts and run."""

@@ -80,21 +80,19 @@ class Connection:
         """
         limit = limit or self.timeout
         started = time.monotonic()
-
-        def convert_error(error: Exception) -> RequestFailed:
-            """Return RequestFailed with the root cause; its ``sent`` is false if no connection was made."""
+        data = None if body is None else json.dumps(body, allow_nan=False).encode()
+        headers = {} if data is None else {"Content-Type": "application/json"}
+        try:
+            response = self._session.request(method, self.url + path, data=data, headers=headers, timeout=limit)
+        except (requests.RequestException, HTTPError, TimeoutError) as error:
             reason = getattr(error.args[0] if error.args else None, "reason", None)
             sent = not isinstance(reason, NewConnectionError | ConnectTimeoutError)
             cause: BaseException = error
             while earlier := cause.__cause__ or cause.__context__:  # the operating system's own error comes last
                 cause = earlier
             timed_out = f"did not answer within {limit:g} s"
-            return RequestFailed(timed_out if isinstance(cause, TimeoutError) else f"gave no answer ({cause})", sent)
-
-        data = None if body is None else json.dumps(body, allow_nan=False).encode()
-        headers = {} if data is None else {"Content-Type": "application/json"}
-        with translate_errors((requests.RequestException, HTTPError, TimeoutError), convert_error):
-            response = self._session.request(method, self.url + path, data=data, headers=headers, timeout=limit)
+            failure = timed_out if isinstance(cause, TimeoutError) else f"gave no answer ({cause})"
+            raise RequestFailed(failure, sent) from error
         self.seconds[path] = time.monotonic() - started
         return response
 

@@ -40,7 +40,12 @@ def diagnose_missing_batch(
     if not status:
         return f"run-api {status_failure}", [f"/status of run-api at {connection.url}: {status_failure}"]
     info, info_failure = connection.try_get("/info")
-    environments = _read_environments(connection)
+    environments: dict[int, dict[str, Any]] = {}
+    for env_id in range(_MAX_ENVIRONMENTS):
+        environment, _ = connection.try_get("/status-env", {"env_id": env_id})
+        if "self_queue_size" not in environment:
+            break
+        environments[env_id] = environment
     queued = int(status.get("queue_size", 0))
     all_sizes = {*sizes, *(_read_queued_sizes(connection) if queued else ())}
     without_id = _count_groups_without_id(connection, queued, environments)
@@ -52,17 +57,6 @@ def diagnose_missing_batch(
     reason = packing if queued or packing.startswith(_DEADLOCK) else "; ".join(activity)
     lines = [f"/status of run-api at {connection.url}: {status}", f"/info: {info or info_failure}", *activity]
     return reason, [*lines, f"packing: {packing}"]
-
-
-def _read_environments(connection: Connection) -> dict[int, dict[str, Any]]:
-    """Request run-api's status of each environment that has joined; return them by id, at most 64."""
-    environments: dict[int, dict[str, Any]] = {}
-    for env_id in range(_MAX_ENVIRONMENTS):
-        status, _ = connection.try_get("/status-env", {"env_id": env_id})
-        if "self_queue_size" not in status:
-            break
-        environments[env_id] = status
-    return environments
 
 
 def _read_queued_sizes(connection: Connection) -> set[int]:

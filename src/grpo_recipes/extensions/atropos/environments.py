@@ -146,7 +146,10 @@ class RecipeEnv(BaseEnv):
         self.tokenizer.chat_template = config.chat_template or self.tokenizer.chat_template
         if self.tokenizer.chat_template is None:
             raise config_error("chat_template", "the tokenizer has no chat template", "add chat_template to the recipe")
-        self.renderer = Renderer(self.tokenizer, config.chat_template_kwargs, _read_stop_tokens(config.tokenizer_name))
+        file = cached_file(config.tokenizer_name, "generation_config.json", _raise_exceptions_for_missing_entries=False)
+        ids = (load_json_mapping(Path(file)) or {}).get("eos_token_id") if file else None
+        stop_tokens = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        self.renderer = Renderer(self.tokenizer, config.chat_template_kwargs, stop_tokens)
         self.random = random.Random(config.seed)
         self.server.max_n_completions = config.group_size  # otherwise a group of more than 8 needs several requests
 
@@ -303,13 +306,6 @@ def _list_turn_scores(score: float | Sequence[float]) -> list[float]:
 def _to_messages(messages: str | list[Message]) -> list[Message]:
     """Return a text as a list with one user message; return a list of messages unchanged."""
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-
-
-def _read_stop_tokens(model: str) -> list[int]:
-    """Read the end-of-sequence token ids in a model's ``generation_config.json``; return [] if there are none."""
-    file = cached_file(model, "generation_config.json", _raise_exceptions_for_missing_entries=False)
-    ids = (load_json_mapping(Path(file)) or {}).get("eos_token_id") if file else None
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 class ArithmeticEnv(RecipeEnv):

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 import yaml
 
 from grpo_recipes.errors import Problem, config_error
-from grpo_recipes.errors import translate_errors as translate_error
 from grpo_recipes.extensions.atropos.flags import ADAPTERS, AUTO, FIELDS, FLAGS, MODE, SHARED, VARIABLES
 from grpo_recipes.extensions.atropos.verl import count_trainers
 from grpo_recipes.recipe.converters.table import Row, Setting, Settings, whole_number
@@ -242,19 +241,15 @@ def _translate_environment_flags(
             fix = "remove it: the launch starts the server and passes its address to the environments"
             translation.reject(name, "has no equivalent here", fix)
         else:
-            fields[name.removeprefix(_ENV)] = _read_yaml(name, text)
+            try:
+                fields[name.removeprefix(_ENV)] = yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                raise config_error(name, f"'{text:.100}' is not valid YAML", "quote it as YAML requires") from error
     first = f"{_ENV}{next(iter(fields), '')}"
     if fields and "--environment" not in translation.flags and "atropos_environment" not in translation.explicit:
         translation.reject(first, "is a field of an environment, but --environment is missing", "add --environment")
     elif fields:
         translation.set_keys(first, {"atropos_environment_args": fields})
-
-
-def _read_yaml(name: str, text: str) -> Any:
-    """Return the text of the flag ``name`` parsed as YAML; raise ConfigError with the flag's name if it isn't valid."""
-    invalid = config_error(name, f"'{text:.100}' is not valid YAML", "quote it as YAML requires")
-    with translate_error(yaml.YAMLError, lambda _: invalid):
-        return yaml.safe_load(text)
 
 
 def translate_counts(translation: Translation, value: Callable[[str], Any], mode: str | None) -> None:
@@ -265,7 +260,14 @@ def translate_counts(translation: Translation, value: Callable[[str], Any], mode
     --weight-bridge-mode. Keys, notes and problems are added to ``translation``.
     """
     _translate_batch_size(translation, value)
-    _check_max_lora_rank(translation, value("lora_r"), mode)
+    # A mode of None may have an adapter.
+    room = translation.read_number("--max-lora-rank") if mode in (None, *ADAPTERS) else None
+    rank = value("lora_r")
+    if room is not None and isinstance(rank, int) and room < rank:
+        fix = f"set --max-lora-rank {rank}, or remove it"
+        translation.reject("--max-lora-rank", f"is {room}, below --lora-r {rank}", fix)
+    elif room is not None:
+        translation.notes.append(f"--max-lora-rank {room} has no effect: the server has room for --lora-r {rank}")
     interval = translation.read_number(INTERVAL)
     if interval is not None and interval > 1:
         steps = value("gradient_accumulation_steps")
@@ -287,19 +289,6 @@ def translate_counts(translation: Translation, value: Callable[[str], Any], mode
             translation.reject("NUM_GPUS", problem, f"export NUM_GPUS={parallel + 1}, or more")
         else:
             translation.set_keys("NUM_GPUS", {"num_processes": trainers})
-
-
-def _check_max_lora_rank(translation: Translation, rank: Any, mode: str | None) -> None:
-    """Reject a --max-lora-rank below ``rank``, the recipe's lora_r; add a note that any other value has no effect.
-
-    Do nothing without the flag, and in modes without an adapter. A ``mode`` of None may have an adapter.
-    """
-    name = "--max-lora-rank"
-    room = translation.read_number(name) if mode in (None, *ADAPTERS) else None
-    if room is not None and isinstance(rank, int) and room < rank:
-        translation.reject(name, f"is {room}, below --lora-r {rank}", f"set {name} {rank}, or remove it")
-    elif room is not None:
-        translation.notes.append(f"{name} {room} has no effect: the server has room for --lora-r {rank}")
 
 
 def _translate_batch_size(translation: Translation, value: Callable[[str], Any]) -> None:

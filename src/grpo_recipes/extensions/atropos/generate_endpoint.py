@@ -25,7 +25,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from grpo_recipes.errors import ConfigError, config_error, translate_errors
+from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.recipe.rules import NEUTRAL_SAMPLING
 from grpo_recipes.server.middleware import GENERATE_PATH, SAMPLING_VARIABLE
 from grpo_recipes.server.wire import LOWEST_LOGPROB
@@ -92,7 +92,14 @@ def read_request(body: Mapping[str, Any], longest: int, sampling: Mapping[str, A
         ConfigError: if a parameter is unknown or not allowed, a value is wrong, or the prompt leaves no room.
     """
     parameters = dict(body)
-    prompt = _read_prompt_ids(parameters.pop("prompt", None), longest)
+    prompt = parameters.pop("prompt", None)
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+    if not (isinstance(ids, list) and ids and all(type(token) is int for token in ids)):
+        fix = 'send "prompt": {"prompt_token_ids": [1, 2, 3]}'
+        raise config_error(GENERATE_PATH, "the prompt must be a list of token ids", fix)
+    if len(ids) >= longest:
+        fix = f"send at most {longest - 1} tokens, or raise max_prompt_length in the recipe"
+        raise config_error(GENERATE_PATH, f"the prompt has {len(ids)} tokens and leaves no room for a completion", fix)
     if parameters.get("stream") is False:
         del parameters["stream"]
     known = set(CompletionRequest.model_fields) - {"prompt", *_NOT_ALLOWED}
@@ -102,31 +109,14 @@ def read_request(body: Mapping[str, Any], longest: int, sampling: Mapping[str, A
         )
     limit = parameters.get("max_tokens", CompletionRequest.model_fields["max_tokens"].default)
     values = {**_NEUTRAL, **sampling, **{name: value for name, value in parameters.items() if value is not None}}
-    room = longest - len(prompt)
+    room = longest - len(ids)
     values["max_tokens"] = room if limit is None else min(limit, room) if isinstance(limit, int) else limit
-
-    def list_problem(error: ValidationError) -> ConfigError:
-        """Return a ConfigError with the first problem that pydantic found."""
+    try:
+        return CompletionRequest(prompt=ids, stream=False, **values)
+    except ValidationError as error:
         first = error.errors()[0]
-        return config_error(GENERATE_PATH, f"{'.'.join(map(str, first['loc']))}: {first['msg']}", "correct the value")
-
-    with translate_errors(ValidationError, list_problem):
-        return CompletionRequest(prompt=prompt, stream=False, **values)
-
-
-def _read_prompt_ids(prompt: Any, longest: int) -> list[int]:
-    """Return the token ids in ``{"prompt_token_ids": [...]}``.
-
-    Raise ConfigError if there are none, or if they have ``longest`` tokens or more, so that no completion fits.
-    """
-    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
-    if not (isinstance(ids, list) and ids and all(type(token) is int for token in ids)):
-        fix = 'send "prompt": {"prompt_token_ids": [1, 2, 3]}'
-        raise config_error(GENERATE_PATH, "the prompt must be a list of token ids", fix)
-    if len(ids) >= longest:
-        fix = f"send at most {longest - 1} tokens, or raise max_prompt_length in the recipe"
-        raise config_error(GENERATE_PATH, f"the prompt has {len(ids)} tokens and leaves no room for a completion", fix)
-    return ids
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise config_error(GENERATE_PATH, problem, "correct the value") from error
 
 
 @router.post(GENERATE_PATH, dependencies=[Depends(validate_json_request)])

@@ -111,18 +111,13 @@ class AtroposRollouts(Source):
             roles = {process.get("role") for process in Run(self._run_dir).plan.get("processes", [])}
             generation.vllm_client.expect_other_clients("run-api" not in roles)
 
-        def add_policy_version(sync: Callable[[], None]) -> Callable[[], None]:
-            """Return a weight sync that first stores the optimizer step of the weights in the client."""
+        def sync_weights(sync: Callable[[], None]) -> None:
+            """Store the optimizer step of the weights in the client, then sync them."""
+            if trainer.accelerator.is_main_process:
+                generation.vllm_client.set_policy_version(trainer.state.global_step)
+            sync()
 
-            def sync_weights() -> None:
-                """Store the step, then sync the weights."""
-                if trainer.accelerator.is_main_process:
-                    generation.vllm_client.set_policy_version(trainer.state.global_step)
-                sync()
-
-            return sync_weights
-
-        generation.wrap_sync(add_policy_version)
+        generation.wrap_sync(lambda sync: partial(sync_weights, sync))
 
     def start_generation(self, rows: list[dict[str, Any]], name: str) -> None:
         """Store the rank's rows of the next batch; ``__call__`` replaces their prompts with the groups' prompts.

@@ -29,7 +29,7 @@ from atroposlib.envs.base import BaseEnv
 from pydantic import BaseModel, ValidationError
 from tenacity import RetryError
 
-from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error, translate_errors
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error
 from grpo_recipes.extensions.atropos.access import ENDLESS
 from grpo_recipes.extensions.atropos.environments import (
     ArithmeticEnv,
@@ -270,14 +270,12 @@ def describe_changes(base: BaseModel, config: BaseModel, args: Collection[str]) 
 
 def _replace_values(base: BaseModel, values: Mapping[str, Any]) -> Any:
     """Return a copy of a configuration with the fields in ``values``; raise ConfigError if pydantic rejects one."""
-
-    def list_problems(error: ValidationError) -> ConfigError:
-        """Convert pydantic's error to a ConfigError with a problem for each wrong value."""
-        details = [(".".join(map(str, detail["loc"])), detail["msg"]) for detail in error.errors()]
-        return ConfigError(*[Problem(f"{ARGS}.{name}", message, "correct it") for name, message in details])
-
-    with translate_errors(ValidationError, list_problems):
+    try:
         return type(base)(**{**base.model_dump(), **values})
+    except ValidationError as error:
+        details = [(".".join(map(str, detail["loc"])), detail["msg"]) for detail in error.errors()]
+        problems = [Problem(f"{ARGS}.{name}", message, "correct it") for name, message in details]
+        raise ConfigError(*problems) from error
 
 
 class _RepetitionFilter(logging.Filter):

@@ -250,12 +250,6 @@ class RunServer(APIServer):
         patience, model = self.config.patience, body.pop("model")
         where = f"the vLLM server at {self.config.base_url}"
 
-        def make_gone_error(error: RetryError) -> ServerGone:
-            """Return ServerGone with the error of the last attempt."""
-            return ServerGone(
-                f"{where} did not answer for {patience:g} s: {_describe_error(error.last_attempt.exception())}"
-            )
-
         def record_loss(state: RetryCallState) -> None:
             """Record the time of the first failure, and print once that requests wait for the server."""
             if self._lost_since is None:
@@ -267,13 +261,16 @@ class RunServer(APIServer):
             retry=retry_if_exception(_may_recover), stop=stop_after_delay(patience), before_sleep=record_loss,
             wait=wait_exponential(multiplier=_FIRST_PAUSE, max=_LONGEST_PAUSE) + wait_random(0, _FIRST_PAUSE),
         )  # fmt: skip
-        with translate_errors(RetryError, make_gone_error):
+        try:
             async for attempt in attempts:
                 with attempt:
                     response = await create(model=model, extra_body=body, extra_headers=self._read_authorization())
                     answer, version = read(response), response.headers.get(POLICY_HEADER)
                     if version is None and self._sends_version:
                         raise _Unusable("it was restarted and does not have the trainer's weights yet")
+        except RetryError as error:
+            reason = _describe_error(error.last_attempt.exception())
+            raise ServerGone(f"{where} did not answer for {patience:g} s: {reason}") from error
         self._sends_version = version is not None
         if self._lost_since is not None:
             say(f"{where} answers again after {time.monotonic() - self._lost_since:.0f} s")
