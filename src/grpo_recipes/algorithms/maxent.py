@@ -286,20 +286,16 @@ class TauController:
         """Adjust tau to the ``value`` of the measure in a step. Ignore NaN; only measure during the warm-up."""
         if math.isnan(value):
             return
-        error = self._measure_error(value)
+        if self.measure == "target_ratio":  # the error is by how many nats log tau is too low
+            excess = math.log(max(value, 1.0)) / math.log(self.target)
+            error = math.log(min(_LARGEST_ERROR, max(1 / _LARGEST_ERROR, excess)))
+        else:
+            self._mean = value if self._mean is None else EMA_DECAY * self._mean + (1 - EMA_DECAY) * value
+            is_exponential = self.measure == "eff_rollouts"
+            error = math.log(self.target / self._mean) if is_exponential else self.target - self._mean
         self._updates += 1
         if self._updates > self.warmup_steps:
             self.tau = min(self.maximum, max(self.minimum, self.tau * math.exp(min(self.lr * error, _MOST_NATS))))
-
-    def _measure_error(self, value: float) -> float:
-        """Return by how many nats log tau is too low (negative: too high), and update the moving mean."""
-        if self.measure == "target_ratio":
-            excess = math.log(max(value, 1.0)) / math.log(self.target)
-            return math.log(min(_LARGEST_ERROR, max(1 / _LARGEST_ERROR, excess)))
-        self._mean = value if self._mean is None else EMA_DECAY * self._mean + (1 - EMA_DECAY) * value
-        if self.measure == "eff_rollouts":
-            return math.log(self.target / self._mean)
-        return self.target - self._mean
 
     def state_dict(self) -> dict[str, float | int | None]:
         """Return tau, the moving mean and the number of updates for a checkpoint."""

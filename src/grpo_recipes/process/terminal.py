@@ -57,13 +57,6 @@ def use_color() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
 
 
-def add_colors(text: str) -> str:
-    """Add terminal color codes to the important parts of a line of the launcher, for example to its reward."""
-    for pattern, code in _COLORS:
-        text = re.sub(pattern, f"\x1b[{code}m\\g<0>\x1b[0m", text)
-    return text
-
-
 class Output:
     """Print lines to stdout and stderr and copy them to ``launch.log``; on a terminal, also show a live status line."""
 
@@ -123,13 +116,18 @@ class Output:
         text = strip_control_codes(mask_secrets(text))
         self._log_line(text, descriptor)
         if stream.isatty():
-            line = add_colors(text) if use_color() else text
+            line = text
+            for pattern, code in _COLORS if use_color() else ():
+                line = re.sub(pattern, f"\x1b[{code}m\\g<0>\x1b[0m", line)
             clear, live = (_CLEAR_LINE, self._live) if self._live else ("", "")
             self._write(descriptor, f"{clear}{line}\n{live}")
         elif _is_pipe(stream):
             self._write(descriptor, f"{text}\n")
-        elif not _try_print(text, stream):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        else:
+            try:
+                print(text, file=stream, flush=True)
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
     def show_live(self, text: str) -> None:
         """Show ``text`` as the last line of the terminal until the next call; an empty text removes it.
@@ -161,14 +159,6 @@ def _is_pipe(stream: Any) -> bool:
     """Return whether a stream writes to a pipe; False for a stream without a file descriptor."""
     with contextlib.suppress(OSError, ValueError):  # a stream of a test has no file
         return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
-    return False
-
-
-def _try_print(text: str, stream: object) -> bool:
-    """Print a line to a stream and flush it; return False if that raises OSError."""
-    with contextlib.suppress(OSError):
-        print(text, file=stream, flush=True)  # type: ignore[call-overload]
-        return True
     return False
 
 

@@ -148,26 +148,19 @@ class CompletionClient:
         """
         served = self._request_served_models(wait)
         accepted = {self.model, *self.aliases}
-        name = next(
-            (
-                name
-                for name, origin in served.items()
-                if None in accepted or accepted & {name, origin} or self._is_model_folder(origin)
-            ),
-            None,
-        )
-        if name is None:
-            names = " and ".join(f"'{served_name}'" for served_name in served) or "no model"
-            fix = f"start it with {self.model}, or name the model that is served"
-            raise config_error("base_url", f"{self.root} serves {names}, not '{self.model}'", fix)
-        self.model, self._ready = name, True
-        return name
-
-    def _is_model_folder(self, origin: str | None) -> bool:
-        """Return whether this path is the folder of the required model, possibly through a link."""
-        return bool(
-            origin and self.model and os.path.isdir(origin) and os.path.realpath(origin) == os.path.realpath(self.model)
-        )
+        for name, origin in served.items():
+            is_same_folder = (
+                origin
+                and self.model
+                and os.path.isdir(origin)
+                and os.path.realpath(origin) == os.path.realpath(self.model)
+            )
+            if None in accepted or accepted & {name, origin} or is_same_folder:
+                self.model, self._ready = name, True
+                return name
+        names = " and ".join(f"'{served_name}'" for served_name in served) or "no model"
+        fix = f"start it with {self.model}, or name the model that is served"
+        raise config_error("base_url", f"{self.root} serves {names}, not '{self.model}'", fix)
 
     def _request_served_models(self, wait: float) -> dict[str, str | None]:
         """Return the names of the served models, each with the path or id that it was loaded from, or None.

@@ -103,7 +103,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         self._streamed: dict[str, torch.Tensor] = {}  # fingerprint of each parameter sent last
         self._stopping = False
         self._sync = 0  # number of the last sync; with 0, a restarted server needs no weights
-        self._epoch = self._server_state()[0]  # number of the server that was last waited for
+        self._epoch = read_server_state(self._state_file)[0]  # number of the server that was last waited for
         super().__init__(**kwargs)
 
     # --- settings from the trainer ---------------------------------------------------------------------------------
@@ -212,13 +212,9 @@ class BridgeClient(SamplingSeeds, ServerConnection):
                 if not self._has_server_changed():  # otherwise a server without the weights may have answered
                     return answer
 
-    def _server_state(self) -> tuple[int, str]:
-        """Return the number of the run's current server, and its state as the launcher wrote it."""
-        return read_server_state(self._state_file)
-
     def _has_server_changed(self) -> bool:
         """Return whether the server is not the last known one, or not ready, according to the launcher's state file."""
-        return self._server_state() != (self._epoch, "ready")
+        return read_server_state(self._state_file) != (self._epoch, "ready")
 
     def _is_loss_detected(self, lost: ServerLost) -> bool:
         """Return whether the launcher has detected the server's loss; raise ``lost`` if no launcher watches it."""
@@ -231,7 +227,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
 
         Raise ServerError if the launcher reports that the server is gone and no other one is started.
         """
-        epoch, state = self._server_state()
+        epoch, state = read_server_state(self._state_file)
         if state == "gone":
             raise ServerError("the vLLM server is gone and is not started again")
         self._epoch = epoch if state == "ready" else self._epoch
@@ -485,10 +481,10 @@ class BridgeClient(SamplingSeeds, ServerConnection):
 
         def queued() -> bool:
             with self._translate_parse_errors(ACTIVITY_PATH):
-                unfinished = int(self._get(f"{self.base_url}{ACTIVITY_PATH}")["completions"])
+                unfinished = int(self._parse_answer(url, self.session.get(url))["completions"])
             return unfinished == completions or any(future.done() for future in futures)
 
-        limit = self._args.server_request_timeout
+        url, limit = f"{self.base_url}{ACTIVITY_PATH}", self._args.server_request_timeout
         lost = ServerLost(f"the vLLM server did not take up {completions} completions within {limit:g} s")
         self._wait_for(queued, limit, lost, _QUEUE_SECONDS)
 

@@ -83,10 +83,6 @@ class ServerConnection(VLLMClient):
         """Send a POST request, and return the JSON object of the answer. Raise BadAnswer for any other answer."""
         return self._parse_answer(url, self.session.post(url, **kwargs))
 
-    def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
-        """Send a GET request, and return the JSON object of the answer. Raise BadAnswer for any other answer."""
-        return self._parse_answer(url, self.session.get(url, **kwargs))
-
     def _parse_answer(self, url: str, answer: requests.Response) -> dict[str, Any]:
         """Return the JSON object of an answer. Raise BadAnswer for a status other than 200, or other content."""
         content = load_json_mapping(answer.content)

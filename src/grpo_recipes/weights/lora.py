@@ -126,10 +126,11 @@ class LoraClient(BridgeClient):
         wrong: list[list[str]] = [[] for _ in range(self._replicas)]
         if self._proven != self._epoch:
             replicas = self._request_reports()
-            base = {
-                name: compute_sent_fingerprint(name, tensor, replicas[0][0])
-                for name, tensor in iterate_base_parameters(self._model)
-            }
+            base: dict[str, torch.Tensor] = {}
+            for name, parameter in self._model.named_parameters():
+                if self._model.prefix not in name and "original_module" not in name:  # not of the adapter
+                    base_name = get_base_name(name)
+                    base[base_name] = compute_sent_fingerprint(base_name, parameter, replicas[0][0])
             sent = {name: int(value) for name, value in base.items()}
             wrong = [find_differences(sent, reports) for reports in replicas]
         replicas = self.call_workers("grpo_adapter_weights", lora_id=self._lora_id)
@@ -139,13 +140,6 @@ class LoraClient(BridgeClient):
             wrong = [names + find_differences(sent, reports) for names, reports in zip(wrong, replicas, strict=True)]
             self.checksum_error = describe_checksum_error(self.bridge, wrong, self._sync, replicas)
         self._proven = 0 if any(wrong) else self._epoch
-
-
-def iterate_base_parameters(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the base model's parameters (without the adapter's), by their names in the model without an adapter."""
-    for name, parameter in model.named_parameters():
-        if model.prefix not in name and "original_module" not in name:
-            yield get_base_name(name), parameter
 
 
 def get_base_name(name: str) -> str:

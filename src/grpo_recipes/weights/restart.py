@@ -7,7 +7,6 @@ a server that already has the weights is not restarted.
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +48,11 @@ class RestartClient(BridgeClient):
         """
         folder = self._folder(self._sync + 1)
         write_weights(folder, metadata, named_params, self._sync + 1)
-        if self._args.weight_guard and self._has_weights(self._repeat_through_restarts(self._request_reports)):
-            shutil.rmtree(folder)
-            return
+        if self._args.weight_guard:
+            replicas, sent = self._repeat_through_restarts(self._request_reports), self._sent_values()
+            if not any(find_differences(sent, reports) for reports in replicas):
+                shutil.rmtree(folder)
+                return
         self._sync += 1
         for part in self._saved_parts:
             part.save_pretrained(str(folder))
@@ -61,11 +62,6 @@ class RestartClient(BridgeClient):
         link.replace(folder.with_name(NEWEST_MODEL))
         self._resend()
         shutil.rmtree(self._folder(self._sync - 1), ignore_errors=True)
-
-    def _has_weights(self, replicas: Sequence[Sequence[Mapping[str, Any]]]) -> bool:
-        """Return whether every replica of the server already has the weights, given the reports of their workers."""
-        sent = self._sent_values()
-        return not any(find_differences(sent, reports) for reports in replicas)
 
     def _folder(self, number: int) -> Path:
         """Return the path of the model folder of the sync with this number."""
