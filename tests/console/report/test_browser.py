@@ -77,6 +77,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     summary = {"status": "failed", "exit_code": 1, "cause": "y" * 300}
     run = make_run(root, steps=80, samples=[long_word, *two_samples()], summary=summary, objective="listwise")
     recipe = {"beta": (0.0, "config_math.yaml:20")}
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    ratios = {f"sampling/importance_sampling_ratio/{end}": lambda step: 1 - step * 3e-8 for end in ("mean", "min")}
+    with (run / "metrics.jsonl").open("w") as file:
+        for row in rows:
+            json.dump(row | {name: ratio(row["step"]) for name, ratio in ratios.items()}, file)
+            file.write("\n")
     base_runs = [make_run(root, f"base-20261120-10150{seed}", steps=40, seed=seed, recipe=recipe) for seed in (1, 2)]
     failed = game_samples(20, failed="z" * 300)
     failed[0]["episode"]["environment"] = f"/{'long_folder/' * 20}{'name' * 40}.py:Game"
@@ -115,6 +121,17 @@ def test_no_page_is_wider_than_the_screen(browser_views: BrowserViews) -> None:
         assert view["width"] == width
         assert view["scroll"] <= width, f"{name}: {view['scroll']} px wide"
         assert view["opened"] <= width, f"{name}: {view['opened']} px wide with open folds"
+
+
+def test_labels_stay_on_their_cards_and_names_break_between_words(browser_views: BrowserViews) -> None:
+    for page, view in browser_views.views.items():
+        assert view["spilled"] == [], page
+
+
+def test_tables_of_a_run_fit_on_a_phone(browser_views: BrowserViews) -> None:
+    for (name, width), view in browser_views.views.items():
+        if name == "run":
+            assert len(view["tables"]) == 5 and set(view["tables"]) == {0}, width
 
 
 def test_every_text_stands_out_from_its_ground(browser_views: BrowserViews) -> None:

@@ -22,7 +22,7 @@ from grpo_recipes.console.report.chart import (
     smooth_values,
     split_rows,
 )
-from grpo_recipes.console.report.page import format_number, render_fragment, use_minus_signs
+from grpo_recipes.console.report.page import format_number, format_points, render_fragment, use_minus_signs
 from grpo_recipes.console.report.read import Column, Scored, Table, read_run
 from grpo_recipes.console.report.run_charts import make_phase_chart, make_reward_chart
 from grpo_recipes.runs.health import percent
@@ -159,6 +159,12 @@ def test_values_that_are_all_the_same_are_drawn() -> None:
         (2300.0, 9100.0, (2000.0, 4000.0, 6000.0, 8000.0, 10000.0), ["2,000", "4,000", "6,000", "8,000", "10,000"]),
         (-0.02, 0.01, (-0.02, -0.01, 0.0, 0.01), ["-0.02", "-0.01", "0", "0.01"]),
         (0.0, 8e6, (0.0, 2e6, 4e6, 6e6, 8e6), ["0", "2M", "4M", "6M", "8M"]),
+        (
+            0.9999996,
+            1.0,
+            (0.9999996, 0.9999997, 0.9999998, 0.9999999, 1.0),
+            ["0.9999996", "0.9999997", "0.9999998", "0.9999999", "1.0000000"],
+        ),
         (300.0, 301.0, (300.0, 300.25, 300.5, 300.75, 301.0), ["300", "300.25", "300.5", "300.75", "301"]),
     ],
 )
@@ -167,6 +173,13 @@ def test_axes_have_round_marks_and_hold_the_data(low, high, ticks, labels) -> No
     assert scale.ticks == pytest.approx(ticks)
     assert scale.low <= low and scale.high >= high
     assert [label for _, label in scale.marks()] == [use_minus_signs(label) for label in labels]
+
+
+def test_nearly_equal_points_keep_the_digits_that_differ() -> None:
+    assert format_points([0.5, 0.123456, None, 7.0]) == "0.5 0.1235 - 7"
+    assert format_points([1.0, 0.99999988, 0.99999976]) == "1 0.99999988 0.99999976"
+    assert format_points([1e308, -1e308, 0.5]) == "1e+308 -1e+308 0.5"
+    assert format_points([0.3, 0.3]) == "0.3 0.3" and format_points([]) == ""
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0, -3.0, 1e-9, 1e30])

@@ -43,8 +43,12 @@ class Axis:
         labels = [(text or _format_tick)(tick) for tick in self.ticks]
         if len(set(labels)) < len(labels):
             scale, unit = (100, " %") if labels[0].endswith("%") else (1, "")
-            digits = 1 - math.floor(math.log10(scale * min(b - a for a, b in itertools.pairwise(self.ticks))))
-            labels = [use_minus_signs(f"{scale * tick:,.{max(0, digits)}f}{unit}") for tick in self.ticks]
+            gap = 1.001 * min(b - a for a, b in itertools.pairwise(self.ticks))  # a tick may be 1e-16 short
+            digits = 1 - math.floor(math.log10(scale * gap))
+            numbers = [f"{scale * tick:,.{max(0, digits)}f}" for tick in self.ticks]
+            if digits > 0 and all(number.endswith("0") for number in numbers):
+                numbers = [number.removesuffix("0").removesuffix(".") for number in numbers]
+            labels = [use_minus_signs(f"{number}{unit}") for number in numbers]
         return [(self.locate(tick), label) for tick, label in zip(self.ticks, labels, strict=True)]
 
 

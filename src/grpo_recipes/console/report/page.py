@@ -22,7 +22,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from grpo_recipes.process.reports import plural
-from grpo_recipes.runs.health import finite_number, mean, percent
+from grpo_recipes.runs.health import drop_missing, finite_number, mean, percent
 from grpo_recipes.secrets import mask_environment, mask_secrets
 from grpo_recipes.stats import score_names, t_interval_half_width
 
@@ -89,11 +89,20 @@ def format_duration(seconds: float) -> str:
 
 
 def format_points(values: Iterable[float | None]) -> str:
-    """Return numbers as text for the script: integers in full, others with four digits, and a hyphen for None."""
+    """Return numbers as text for the script: integers in full, others with four digits, and a hyphen for None.
+
+    Nearly equal numbers have more digits, so that their range still has a thousand values.
+    """
+    points = [*values]
+    known = drop_missing(points)
+    spread, size = max(known, default=0.0) - min(known, default=0.0), max(map(abs, known), default=0.0)
+    digits = max(4, 3 + math.floor(math.log10(max(size / spread, 1.0)))) if spread else 4
     return " ".join(
-        "-" if value is None else f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e7 else f"{value:.4g}"
-        for value in values
-    )
+        "-" if value is None
+        else f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e7
+        else f"{value:.{digits}g}"
+        for value in points
+    )  # fmt: skip
 
 
 def make_anchor(title: str) -> str:
@@ -153,6 +162,11 @@ def name_hidden_characters(text: str) -> str:
     return re.sub(_HIDDEN, lambda match: _format_char_code(match[0]), text)
 
 
+def offer_breaks(name: str) -> Markup:
+    """Return a name or a path as HTML that a line may break after ``_`` and ``/``."""
+    return Markup(re.sub(r"(?<=[_/])(?=\w)", "<wbr>", str(escape(_finalize(name)))))
+
+
 def _finalize(value: Any) -> Any:
     """Return a value of a template with secrets masked and hidden characters named, before jinja2 escapes it.
 
@@ -190,7 +204,8 @@ def _load_templates() -> jinja2.Environment:
     )  # fmt: skip
     functions = (
         format_number, percent, format_duration, plural, format_points, finite_number, mean, t_interval_half_width,
-        format_mean, make_anchor, render_model_text, format_recipe_value, format_command, score_names, mask_secrets,
+        format_mean, make_anchor, offer_breaks, render_model_text, format_recipe_value, format_command, score_names,
+        mask_secrets,
     )  # fmt: skip
     templates.filters |= {function.__name__: function for function in functions}
     templates.filters["quoted"] = shlex.quote

@@ -28,7 +28,7 @@ from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.process.reports import plural
 from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.endings import reward_fix
-from grpo_recipes.runs.health import Notice, find_notices, finite_number, percent
+from grpo_recipes.runs.health import AVERAGED_STEPS, Notice, find_notices, finite_number, percent
 from grpo_recipes.runs.rundir import BEST, TRACKED, Run, read_json, write_atomically
 from grpo_recipes.stats import compare_ends, score_names
 
@@ -113,7 +113,7 @@ def render_run_page(
         linked=path is not None and path.absolute().parent == run.folder, live=run.status in UNFINISHED,
         resumed=[step for step in run.summary.get("resumed_at") or () if isinstance(step, int)],
         tracked=read_wandb_address(run), polling=polling, clocks=[make_clock([run.metrics], choose_window(rows))],
-        best=read_json(run.folder / BEST), filter_values=read_filter_values(run),
+        averaged_steps=AVERAGED_STEPS, best=read_json(run.folder / BEST), filter_values=read_filter_values(run),
     )  # fmt: skip
 
 
@@ -142,8 +142,9 @@ def make_headline(run: RunRecord) -> str:
 
     For example "Failed. Reward rose from 0.1 to 0.6 over 40 steps." The mean rewards of the first and of the last tenth
     of the steps (at least 3 steps each) are compared. Below two standard errors, the sentence is "No clear trend in
-    the reward". For a collapsed reward, it names the level before the fall and its step. With overlap_generation, it
-    adds "one step off-policy". Without rewards, it has the loss, or names the reason.
+    the reward". Up to 5 steps are "too few for a trend". For a collapsed reward, it names the level before the fall and
+    its step. With overlap_generation, it adds "one step off-policy". Without rewards, it has the loss, or names the
+    reason.
     """
     outcome, rewards = run.outcome, run.metrics.known("reward")
     status = _STATUSES.get(run.status, ("", ""))[1]
@@ -158,6 +159,9 @@ def make_headline(run: RunRecord) -> str:
     ending = ", one step off-policy." if run.value("overlap_generation") else "."
     if collapse := find_collapse(run):
         return f"{status}Reward fell {collapse}{ending}"
+    if len(rewards) <= AVERAGED_STEPS:  # the first and the last reward are the same mean
+        steps = plural(outcome.steps, "step")
+        return f"{status}Mean reward {format_number(outcome.last)} over {steps}, too few for a trend{ending}"
     if compare_ends(rewards):
         return f"{status}Reward {'rose' if outcome.last > outcome.first else 'fell'} {change}{ending}"
     return f"{status}No clear trend in the reward, {change}{ending}"

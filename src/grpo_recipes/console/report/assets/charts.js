@@ -79,6 +79,15 @@ function withEnds(ticks, low, high, isWhole) {
   return [...[low].filter(hasRoom), ...ticks, ...[high].filter(hasRoom)];
 }
 
+// The labels of ticks, with more digits if two ticks would have the same label, as in chart.py.
+function distinctTexts(ticks, text) {
+  const texts = ticks.map(text);
+  if (new Set(texts).size === texts.length) return texts;
+  const [scale, unit] = texts[0].endsWith("%") ? [100, " %"] : [1, ""];
+  const digits = Math.max(0, 1 - Math.floor(Math.log10(scale * (ticks[1] - ticks[0]))));
+  return ticks.map((tick) => (scale * tick).toLocaleString("en", { maximumFractionDigits: digits }) + unit);
+}
+
 function logTicks(low, high) {
   const ticks = [];
   for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += 1) {
@@ -294,6 +303,7 @@ class LineChart {
     this.figure.classList.toggle("zoomed", Boolean(this.view.zoom) && this.isLinked);
     if (this.isFirst) {
       this.curves.forEach((curve) => curve.restore());
+      this.up.setAttribute("width", this.first[0].getAttribute("width"));
       [this.up, this.across].forEach((node, index) => node.replaceChildren(...this.first[index].cloneNode(true).childNodes));
       this.grid.setAttribute("d", this.first[2].getAttribute("d"));
     } else {
@@ -347,8 +357,9 @@ class LineChart {
     let ticks = this.log ? logTicks(...this.y) : [];
     if (ticks.length < 3) ticks = ticksOf(...this.y, this.figure.matches(".large") ? 5 : 4);
     const heights = ticks.map((tick) => this.locateY(tick));
-    const text = (tick) => (this.figure.dataset.percent === undefined ? formatted(tick) : this.text(tick));
-    this.up.replaceChildren(...ticks.map((tick, index) => label(text(tick), { x: "100%", y: `${heights[index] / 10}%`, dy: ".32em" })));
+    const texts = distinctTexts(ticks, (tick) => (this.figure.dataset.percent === undefined ? formatted(tick) : this.text(tick)));
+    this.up.setAttribute("width", Math.round(7.2 * Math.max(...texts.map((text) => text.length))));
+    this.up.replaceChildren(...ticks.map((_, index) => label(texts[index], { x: "100%", y: `${heights[index] / 10}%`, dy: ".32em" })));
     this.grid.setAttribute("d", heights.map((height) => `M0 ${height}h${WIDTH}`).join(""));
     const [from, to] = this.x;
     const isWhole = this.axis === "step";

@@ -55,7 +55,13 @@ for (const box of document.querySelectorAll(".steps")) {
     choose();
   });
   clear.hidden = true;
-  line.append(search, ...(occurring.length ? [kind] : []), ...limits.reward, ...limits.step, clear, count);
+  const range = (pair) => {
+    const span = document.createElement("span");
+    span.append(...pair);
+    return span;
+  };
+  const ranges = Object.values(limits).filter((pair) => pair.length).map(range);
+  line.append(search, ...(occurring.length ? [kind] : []), ...ranges, clear, count);
   box.prepend(line);
 
   const text = (node) => node.textContent.toLowerCase();

@@ -196,7 +196,7 @@ function keys(chart, pointNear) {
 for (const chart of charts) {
   chart.outputs = [...chart.figure.querySelectorAll(".legend li")].map((entry) => {
     const label = entry.textContent;
-    const toggle = button(label, "", (event) => {
+    const toggle = button("", "", (event) => {
       if (event.shiftKey) showOnly(label, chart);
       else view.hidden[view.hidden.has(label) ? "delete" : "add"](label);
       drawAll();
@@ -205,7 +205,8 @@ for (const chart of charts) {
     toggle.title = `Show or hide ${label}. With Shift: show only ${label}.`;
     const output = document.createElement("span");
     output.className = "at";
-    entry.replaceChildren(toggle, output);
+    toggle.append(...entry.childNodes);
+    entry.append(toggle, output);
     return [label, output];
   });
   const values = chart.curves.flatMap((curve) => curve.ys);
