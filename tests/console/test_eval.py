@@ -413,7 +413,7 @@ def test_what_is_wrong_is_named_and_leaves_nothing(
 def test_prompts_must_come_from_a_dataset(tmp_path: Path, capsys) -> None:
     (tmp_path / "recipes").symlink_to(Path(__file__).resolve().parents[2] / "recipes")
     assert main(["eval", "recipes/examples/two_sums.yaml"]) == 2
-    assert "without the recipe's environment or tools" in capsys.readouterr().err
+    assert "grpo eval samples without the recipe's environment" in capsys.readouterr().err
 
 
 def test_prompts_are_written_with_their_pass_rates(evaluate, capsys) -> None:

@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_recipes.cli import command, option, recipe_name
 from grpo_recipes.console.chat import ensure_smoke_model, exit_on_sigterm, find_run_or_model
 from grpo_recipes.console.eval_results import summarize_scores, write_results
+from grpo_recipes.console.eval_tools import Tools, open_tools
 from grpo_recipes.console.filtered import KEPT_RATES, write_filtered
 from grpo_recipes.console.generate import (
     BACKEND,
@@ -38,7 +39,6 @@ from grpo_recipes.console.generate import (
     read_request_limits,
     render_prompts,
     report_failures,
-    require_dataset,
 )
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate_errors
 from grpo_recipes.fetch.assets import find_assets, find_fetched_datasets, fingerprint
@@ -61,8 +61,8 @@ from grpo_recipes.smoke import SMOKE_SCHEME, smoke_command
 
 if TYPE_CHECKING:
     from grpo_recipes.rewards.score import Reward
-    from grpo_recipes.rollouts.generate import CompletionsFile
-    from grpo_recipes.rollouts.openai import SamplingParameters
+    from grpo_recipes.rollouts.generate import CompletionsFile, Sampler
+    from grpo_recipes.rollouts.openai import CompletionClient, SamplingParameters
 
 Rows = list[dict[str, Any]]
 BASE = Path(__file__).with_name("eval.yaml")  # the recipe of a model without a recipe
@@ -141,31 +141,34 @@ def _evaluate(options: argparse.Namespace) -> int:
     """
     subject = _find_subject(options)
     recipe = subject.recipe
-    require_dataset(recipe)
     os.environ.update(hub_environment(os.environ))
     n = options.num_generations or (1 if options.temperature == 0 else recipe.evaluation.num_generations_eval)
     n = n or recipe.batch.num_generations
     if options.k and max(options.k) > n:
         message = f"pass@{max(options.k)} needs {max(options.k)} completions per prompt, got {n}"
         raise config_error("--k", message, f"use --num-generations {max(options.k)}, or a k of at most {n}")
-    rows, prompts, tokenizer = _load_prompts(subject)
-    sampling = _make_eval_sampling(recipe, options.temperature)
-    if sampling.temperature == 0 and n > 1:
-        message = f"{n} greedy completions of a prompt are equal"
-        raise config_error("--num-generations", message, "use 1, or a temperature above 0")
-    data_keys = (*_DATA_KEYS, *keys_of_data("eval_keys"))
-    settings = collect_generation_settings(recipe, data_keys, subject.model, options.backend, n, sampling, prompts[0])
-    if os.path.isdir(subject.weights) and not subject.is_built_in:
-        settings["model_files"] = fingerprint(Path(subject.weights))
     from grpo_recipes.rollouts.generate import open_completions
 
     signal.signal(signal.SIGTERM, exit_on_sigterm)  # so that the blocks below stop their processes
     out: Path = options.out or Path("evals") / subject.name
     with ExitStack() as stack:
+        copies = subject.run.folder / REWARD_COPIES if subject.run else None
+        tools = stack.enter_context(open_tools(recipe, subject.weights, copies))
+        rows, prompts, tokenizer = _load_prompts(subject, tools)
+        sampling = _make_eval_sampling(recipe, options.temperature)
+        if sampling.temperature == 0 and n > 1:
+            message = f"{n} greedy completions of a prompt are equal"
+            raise config_error("--num-generations", message, "use 1, or a temperature above 0")
+        data_keys = (*_DATA_KEYS, *keys_of_data("eval_keys"))
+        parts = data_keys, subject.model, options.backend, n, sampling, prompts[0]
+        settings = collect_generation_settings(recipe, *parts) | (tools.source.benchmark_settings() if tools else {})
+        if os.path.isdir(subject.weights) and not subject.is_built_in:
+            settings["model_files"] = fingerprint(Path(subject.weights))
         rewards, code = stack.enter_context(_load_rewards(subject, rows))
         try:
             file = stack.enter_context(open_completions(out / "completions.jsonl", rows, settings))
-            if not _sample_completions(subject, options, file, prompts, n, sampling):
+            make_sampler = functools.partial(tools.sampler, tokenizer=tokenizer) if tools else None
+            if not _sample_completions(subject, options, file, prompts, n, sampling, make_sampler):
                 return 1
             scored = _score_completions(file, rows, {**settings, **code}, rewards, tokenizer)
         except KeyboardInterrupt:
@@ -336,10 +339,11 @@ def _resolve_with_options(name: str | None, options: argparse.Namespace, extra_f
     return resolve_recipe(name, options.task, flags, os.environ, environment_device())
 
 
-def _load_prompts(subject: _Subject) -> tuple[Rows, list[list[int]], Any]:
+def _load_prompts(subject: _Subject, tools: Tools | None) -> tuple[Rows, list[list[int]], Any]:
     """Load the evaluation rows like a training does; return the rows, their prompts' token ids, and the tokenizer.
 
-    Raise ConfigError if a prompt with its completion can exceed ``vllm_max_model_length``.
+    The prompts show the ``tools``. Raise ConfigError if a prompt with its completion can exceed
+    ``vllm_max_model_length``.
     """
     from datasets import disable_progress_bars
 
@@ -354,8 +358,9 @@ def _load_prompts(subject: _Subject) -> tuple[Rows, list[list[int]], Any]:
         """Return the folder of a dataset from the run's record or from the downloads; None if it is in neither."""
         return next((path for lookup in lookups if (path := lookup(*name))), None)
 
-    tokenizer, kwargs = load_tokenizer(recipe, subject.weights), recipe.model.chat_template_kwargs
-    loaded = load_eval_prompts(make_trainer_arguments(recipe), tokenizer, recipe.batch.seed, kwargs, fetched)
+    arguments = tools.arguments if tools else make_trainer_arguments(recipe)
+    tokenizer, kwargs = load_tokenizer(recipe, subject.weights), arguments.chat_template_kwargs
+    loaded = load_eval_prompts(arguments, tokenizer, recipe.batch.seed, kwargs, fetched)
     say(str(loaded))
     rows = loaded.dataset.to_list()
     ids = render_prompts(make_renderer(recipe.model.chat_template, tokenizer, kwargs), rows)
@@ -403,9 +408,11 @@ def _load_rewards(subject: _Subject, rows: Rows) -> Iterator[tuple[list["Reward"
 
 def _sample_completions(
     subject: _Subject, options: argparse.Namespace, file: "CompletionsFile", prompts: list[list[int]], n: int,
-    sampling: "SamplingParameters",
+    sampling: "SamplingParameters", make_sampler: Callable[["CompletionClient"], "Sampler"] | None,
 ) -> bool:  # fmt: skip
     """Sample the missing completions and write them to ``file``; return whether the file is complete.
+
+    ``make_sampler`` returns a sampler for the server's client, by default the client itself.
 
     Use the server at --base-url, or start a vLLM server and stop it at the end. If no row is done, the results of an
     earlier evaluation in the folder are removed first. The reasons for missing completions, and why a server did not
@@ -439,7 +446,8 @@ def _sample_completions(
             client = CompletionClient(server.url, model=server.name, say=say, **access, **limits)
         already = f" ({done} already done)" if done else ""
         say(f"{len(prompts)} prompts x {n} completions -> {display_path(file.path)}{already}")
-        outcome = generate(client, prompts, n, sampling, file, Progress(len(prompts)))
+        sampler = make_sampler(client) if make_sampler else client
+        outcome = generate(sampler, prompts, n, sampling, file, Progress(len(prompts)))
     if not outcome.complete:
         report_failures(outcome)
     return outcome.complete
@@ -471,7 +479,8 @@ def _score_completions(
             pairs = [(index, sample) for index in chunk for sample in samples[index]]
             ids = [sample["ids"] for _, sample in pairs]
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True)  # as in the trainer
-            rewards_BR, reasons = call_rewards(rewards, [rows[index] for index, _ in pairs], ids, texts)
+            replies = [sample.get("messages") or text for (_, sample), text in zip(pairs, texts, strict=True)]
+            rewards_BR, reasons = call_rewards(rewards, [rows[index] for index, _ in pairs], ids, replies)
             results = iter(zip(pairs, texts, rewards_BR.tolist(), reasons, strict=True))
             for index in chunk:
                 entries = []
@@ -479,6 +488,7 @@ def _score_completions(
                     scores = [None if math.isnan(score) else score for score in rewards_R]
                     truncated = sample["finish_reason"] == "length"
                     entry = {"text": text, "tokens": len(sample["ids"]), "truncated": truncated}
+                    entry |= {name: sample[name] for name in ("text", "messages", "tokens") if "messages" in sample}
                     entry |= {"rewards": dict(zip(names, scores, strict=True))} | ({"reason": reason} if reason else {})
                     entries.append(entry)
                 file.put(index, entries)

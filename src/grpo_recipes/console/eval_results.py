@@ -49,7 +49,7 @@ def summarize_scores(
     totals = sum_weighted_rewards(rewards[0], weights).tolist()
     for completion, total, right in zip(completions, totals, judge_completions(*rewards), strict=True):
         completion.update(reward=None if math.isnan(total) else total, right=right)
-    answers = [extract_answer(completion["text"]) for completion in completions]
+    answers = [extract_answer(completion.get("messages") or completion["text"]) for completion in completions]
     at_k = score_groups(*rewards, answers, n, sorted(set(ks)) if ks else None)
     means = average_rewards(*rewards) | {name: score for name, (score, _) in at_k.items()}
     intervals = {f"{name}_ci": list(limits) for name, (_, limits) in at_k.items() if limits}

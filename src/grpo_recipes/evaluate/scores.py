@@ -1,6 +1,6 @@
 """Score completions in evaluations and in `grpo eval`: rewards, correctness, and scores of k samples.
 
-rewards_BR, reasons = call_rewards(rewards, rows, ids, texts)
+rewards_BR, reasons = call_rewards(rewards, rows, ids, completions)
 score_groups(rewards_BR, names, weights_R, answers, repeats)  # {"pass@1": (0.5, (0.4, 0.6)), ...}
 """
 
@@ -118,17 +118,21 @@ def score_groups(
 
 
 def call_rewards(
-    rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]], ids: Sequence[list[int]], texts: Sequence[str]
-) -> tuple[torch.Tensor, list[str | None]]:
+    rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]], ids: Sequence[list[int]],
+    completions: Sequence[str | list[dict[str, str]]],
+) -> tuple[torch.Tensor, list[str | None]]:  # fmt: skip
     """Call rewards as the trainer does. Return rewards, (B, R), and for each unscored completion the reason, (B,).
 
-    ``rows`` contains the problem of each completion, ``ids`` its tokens, ``texts`` its text. All rewards of a
-    completion are NaN if one of them should have scored it and could not. Raise RewardFailed if a reward cannot
-    be called.
+    ``rows`` contains the problem of each completion, ``ids`` its tokens, ``completions`` its text or messages. All
+    rewards of a completion are NaN if one of them should have scored it and could not. Raise RewardFailed if a reward
+    cannot be called.
     """
     columns = {name: [row[name] for row in rows] for name in rows[0] if name not in _TRL_COLUMNS}
-    completions = [[{"role": "assistant", "content": text}] for text in texts]
-    arguments = {"prompts": [row["prompt"] for row in rows], "completions": completions, "completion_ids": list(ids)}
+    messages = [
+        [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        for completion in completions
+    ]
+    arguments = {"prompts": [row["prompt"] for row in rows], "completions": messages, "completion_ids": list(ids)}
     returned = [reward(**arguments, **columns) for reward in rewards]
     scores_RB = [[math.nan if score is None else score for score in scores] for scores in returned]
     rewards_BR = torch.tensor(scores_RB, dtype=torch.float32).T.contiguous()

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from grpo_recipes.errors import config_error, translate_errors
 from grpo_recipes.paths import display_path
-from grpo_recipes.rollouts.openai import CompletionClient, Failed, Sample, SamplingParameters
+from grpo_recipes.rollouts.openai import Failed, PlayedSample, Sample, SamplingParameters
 from grpo_recipes.rollouts.turns import derive_seed
 from grpo_recipes.runs.rundir import cut_damaged_end, load_json_mapping, remove_files, write_json
 
@@ -46,6 +46,15 @@ class Generated:
         return not self.failed and not self.skipped
 
 
+class Sampler(Protocol):
+    """Sample completions: a ``CompletionClient``, or an object that also runs the calls of tools."""
+
+    def iterate_completed(
+        self, prompts: Sequence[Sequence[int]], n: int, sampling: SamplingParameters, seeds: Sequence[int]
+    ) -> Iterator[tuple[int, list[Sample | Failed]]]:
+        """Yield the index of each prompt with its ``n`` completions, in any order; ``seeds`` has one per prompt."""
+
+
 class CompletionsFile:
     """The open file of completions for a dataset's ``rows``. ``done`` contains the indices of finished prompts."""
 
@@ -56,9 +65,11 @@ class CompletionsFile:
         self.done: dict[int, None] = {}  # prompt numbers in the order of the file
 
     def add(self, index: int, completions: Sequence[Sample]) -> None:
-        """Append the row of a prompt with the texts, token ids and finish reasons of its completions."""
+        """Append the row of a prompt with the texts, token ids, finish reasons and turns of its completions."""
         entries = [
-            {"text": sample.text, "ids": sample.ids, "finish_reason": sample.finish_reason} for sample in completions
+            {"text": sample.text, "ids": sample.ids, "finish_reason": sample.finish_reason}
+            | ({"messages": sample.messages, "tokens": sample.tokens} if isinstance(sample, PlayedSample) else {})
+            for sample in completions
         ]
         self.put(index, entries)
 
@@ -171,7 +182,7 @@ def _check_settings(path: Path, saved: Mapping[str, Any] | None, current: Mappin
 
 
 def generate(
-    client: CompletionClient, prompts: Sequence[Sequence[int]], n: int, sampling: SamplingParameters,
+    client: Sampler, prompts: Sequence[Sequence[int]], n: int, sampling: SamplingParameters,
     file: CompletionsFile, on_progress: Callable[[Generated], None] = lambda _: None,
 ) -> Generated:  # fmt: skip
     """Sample ``n`` completions of each prompt that is not in the file, append the rows, and sort the file.

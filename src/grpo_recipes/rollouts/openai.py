@@ -73,6 +73,16 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class PlayedSample(Sample):
+    """A completion of several turns. ``text`` shows all of them."""
+
+    messages: list[Message]
+    """The turns of the model and the messages between them."""
+    tokens: int
+    """Number of ``ids`` that the model sampled."""
+
+
+@dataclass(frozen=True)
 class Failed:
     """A missing completion. ``lost`` is also True after an error 5xx."""
 

@@ -5,13 +5,16 @@ The token ids of the policy's own turns stay exactly as sampled. Only the messag
 
 from collections.abc import Iterable
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from grpo_recipes.errors import config_error, translate_errors
 from grpo_recipes.rollouts.turns import Message, Turn
+from grpo_recipes.runs.rundir import load_json_mapping
 
 Tokens = list[int]
 DUMMY: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
@@ -106,6 +109,13 @@ class Renderer:
                 messages, add_generation_prompt=generation, tokenize=True, return_dict=False, **options, **self._kwargs
             )
         return list(ids)
+
+
+def read_stop_tokens(model: str) -> list[int]:
+    """Read the end-of-sequence token ids in a model's ``generation_config.json``; return [] if there are none."""
+    file = cached_file(model, "generation_config.json", _raise_exceptions_for_missing_entries=False)
+    ids = (load_json_mapping(Path(file)) or {}).get("eos_token_id") if file else None
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def _find_common_end(first: Tokens, second: Tokens) -> Tokens:

@@ -3,7 +3,8 @@
 A source subclasses ``Source``. The trainer calls its hooks at fixed points of each generation.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -12,6 +13,19 @@ from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.rollouts.backends import Rollouts
 from grpo_recipes.rollouts.turns import Message
 from grpo_recipes.trainer_protocol import Trainer
+
+
+class PlayedCompletion(NamedTuple):
+    """A completion of several turns that was sampled without a trainer."""
+
+    messages: list[Message]
+    """The turns of the model and the messages between them, after the prompt."""
+    ids: list[int]
+    """Tokens of all turns, and of the messages between them."""
+    tokens: int
+    """Number of ``ids`` that the model sampled."""
+    unfinished: bool
+    """Whether a limit ended it before its answer."""
 
 
 class Source:
@@ -27,6 +41,8 @@ class Source:
     """A record per row of the last training batch, over all ranks, for samples.jsonl; may be empty."""
     brings_advantages = False
     """Whether rows of the last batch come with advantages that are not computed from rewards."""
+    turn_tokens: int
+    """Maximum tokens of a turn that ``play`` requests."""
     temperatures: torch.Tensor | None = None
     """Temperatures of the rank's rows, (B,), if they differ from the recipe's temperature."""
 
@@ -48,8 +64,22 @@ class Source:
         raise NotImplementedError
 
     def benchmark_settings(self) -> dict[str, Any]:
-        """Return the source's own settings that change the results of its benchmarks."""
+        """Return the source's own settings that change the results of its benchmarks and of `grpo eval`."""
         return {}
+
+    def play(
+        self, prompts: Sequence[list[int]], seeds: Sequence[int], trainer: Any,
+        sample: Callable[[list[int], list[list[int]]], list[list[int] | None]],
+    ) -> list[PlayedCompletion | None]:  # fmt: skip
+        """Play an episode per prompt (token ids) without a trainer, for `grpo eval`. None if a turn is missing.
+
+        ``sample`` gets the seeds and contexts of the next turns, and returns the token ids of each turn, None without
+        one. The object ``trainer`` has a ``processing_class``, ``chat_template_kwargs`` and ``eos_token_ids``.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the processes of this source."""
 
     def attach(self, trainer: "SamplingTrainer") -> None:
         """Receive the trainer. Called once, when the trainer has its model and its sampler."""

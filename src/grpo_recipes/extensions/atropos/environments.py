@@ -28,7 +28,6 @@ from typing import Any
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
 from pydantic import Field
-from transformers.utils import cached_file
 
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.extensions.atropos.access import ENDLESS
@@ -45,9 +44,8 @@ from grpo_recipes.recipe.registry import SOURCE_REWARD, rewards
 from grpo_recipes.recipe.user_code import copy_path, spec_problem
 from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import Score, call_reward, is_user_reward, make_reward
-from grpo_recipes.rollouts.renderer import Renderer
+from grpo_recipes.rollouts.renderer import Renderer, read_stop_tokens
 from grpo_recipes.rollouts.turns import Message, Turn
-from grpo_recipes.runs.rundir import load_json_mapping
 
 MASKED, UNSAMPLED = -100, 1.0  # mask and log-prob of a token that is not trained on
 ENVIRONMENT = "environment"  # key of generation_params: name of the environment, for metrics
@@ -146,10 +144,7 @@ class RecipeEnv(BaseEnv):
         self.tokenizer.chat_template = config.chat_template or self.tokenizer.chat_template
         if self.tokenizer.chat_template is None:
             raise config_error("chat_template", "the tokenizer has no chat template", "add chat_template to the recipe")
-        file = cached_file(config.tokenizer_name, "generation_config.json", _raise_exceptions_for_missing_entries=False)
-        ids = (load_json_mapping(Path(file)) or {}).get("eos_token_id") if file else None
-        stop_tokens = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        self.renderer = Renderer(self.tokenizer, config.chat_template_kwargs, stop_tokens)
+        self.renderer = Renderer(self.tokenizer, config.chat_template_kwargs, read_stop_tokens(config.tokenizer_name))
         self.random = random.Random(config.seed)
         self.server.max_n_completions = config.group_size  # otherwise a group of more than 8 needs several requests
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.extensions.environments.episode import Episode
+from grpo_recipes.extensions.environments.episode import Episode, Tokens
 from grpo_recipes.extensions.environments.episodes import Episodes
 from grpo_recipes.extensions.environments.recipe import compute_tool_turn_tokens
 from grpo_recipes.extensions.environments.tools import (
@@ -24,15 +24,16 @@ from grpo_recipes.extensions.environments.tools import (
     name_of,
 )
 from grpo_recipes.recipe.configs import GRPOConfig, ScriptArguments
-from grpo_recipes.recipe.user_code import REWARD_COPIES, source_path
+from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, source_path
 from grpo_recipes.rewards.chance import make_call_seed
 from grpo_recipes.rewards.load import hash_call
 from grpo_recipes.rewards.score import Score
 from grpo_recipes.rollouts.renderer import DUMMY, Renderer
-from grpo_recipes.rollouts.source import SamplingTrainer
-from grpo_recipes.rollouts.turns import Message, Turn
+from grpo_recipes.rollouts.source import PlayedCompletion, SamplingTrainer
+from grpo_recipes.rollouts.turns import Message, Turn, derive_seed
 
 LIMIT = "max_tool_calls"
+_KEYS = ("timeout", "memory_gib", "network", "turn_length")  # keys of environments that change the results of calls
 
 
 class ToolEpisodes(Episodes):
@@ -68,6 +69,38 @@ class ToolEpisodes(Episodes):
     def _make_episode(self, row_index: int, row: dict[str, Any]) -> Episode:
         """Return the episode of a dataset row before its first turn, with the row's prompt as its arguments."""
         return Episode(row_index, "tools", json.dumps(row["prompt"]), 0)
+
+    def benchmark_settings(self) -> dict[str, Any]:
+        """Return the keys of tools with their values, and a hash of each tool's code."""
+        names = ("tools", "max_tool_calls", *(f"environment_{name}" for name in _KEYS))
+        files = {spec: copy_path(spec, self._copies) for spec in self._script.tools}
+        paths = {spec: copy if copy.is_file() else source_path(spec) for spec, copy in files.items()}
+        hashes = {spec: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for spec, path in paths.items() if path}
+        return {**{name: getattr(self._script, name) for name in names}, **hashes}
+
+    def play(
+        self, prompts: Sequence[Tokens], seeds: Sequence[int], trainer: Any,
+        sample: Callable[[list[int], list[Tokens]], list[Tokens | None]],
+    ) -> list[PlayedCompletion | None]:  # fmt: skip
+        """Play an episode per prompt without a trainer; see ``Source.play``. Calls are seeded by ``seeds``."""
+        self.played = episodes = [
+            Episode(seed, "tools", "", seed, prompt_ids=list(prompt), turns=[Turn([])])
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        while active := [episode for episode in episodes if episode.active]:
+            turn_seeds = [derive_seed(episode.seed, len(episode.actions)) for episode in active]
+            samples = sample(turn_seeds, [episode.context() for episode in active])
+            for episode, ids in zip(active, samples, strict=True):
+                episode.failed = "a turn is missing" if ids is None else None
+            playing = [episode for episode in active if episode.active]
+            self.continue_episodes(playing, [ids for ids in samples if ids is not None], trainer)
+        return [
+            None if episode.failed
+            else PlayedCompletion(
+                messages, episode.ids, sum(turn is not None for turn in episode.turn_ids), bool(episode.unfinished)
+            )
+            for episode, messages in zip(episodes, self.completions(), strict=True)
+        ]  # fmt: skip
 
     def _request_answers(
         self, episodes: Sequence[Episode], give_up_after: int | None, stopped: Callable[[], bool]
