@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_recipes.recipe.check import check
-from grpo_recipes.recipe.head_size import CPU_HEAD_SIZES, head_size
+from grpo_recipes.recipe.model_kind import CPU_HEAD_SIZES, head_size
 
 CONFIG = {"hidden_size": 64, "num_attention_heads": 4}
 

@@ -37,9 +37,8 @@ from grpo_recipes.recipe.converters import reward_fix
 from grpo_recipes.recipe.datafiles import columns_of
 from grpo_recipes.recipe.document import Value, read_flags
 from grpo_recipes.recipe.extensions import entries, parts
-from grpo_recipes.recipe.head_size import head_size_problems
 from grpo_recipes.recipe.keys import DEFAULT_RECIPE, nearest_of
-from grpo_recipes.recipe.model_kind import find_reward_model_fault, kind_problems
+from grpo_recipes.recipe.model_kind import find_reward_model_fault, head_size_problems, kind_problems
 from grpo_recipes.recipe.passed_on import passed_problems
 from grpo_recipes.recipe.registry import (
     benchmark_columns,

@@ -1,12 +1,14 @@
 """Check by config.json, if it is on this machine, whether a model can be trained and served as the recipe says.
 
 An encoder-decoder is rejected, and so are replicas of a mixture of experts. A model that reads pictures gets only text,
-and only its text part is trained. No torch.
+and only its text part is trained. An attention head size that vLLM lacks on CPU is rejected, because its engine dies at
+the first request. No torch.
 """
 
 import contextlib
 import importlib.util
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from grpo_recipes.recipe.chat_template import model_folder
 from grpo_recipes.recipe.rules import uses_external_server
 
 KEY = "model_name_or_path"
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names as vLLM reads them
 _TEXT_MODEL = "set model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct or another text model"
 
@@ -91,3 +94,33 @@ def check_unused_weights(recipe: Recipe, environment: Mapping[str, str], acceler
         key = "ddp_find_unused_parameters"
         fault = "the model reads pictures, and its weights for pictures get no gradient from text"
         raise config_error(recipe.source(key if recipe.is_set(key) else KEY), fault, f"set {key}: true")
+
+
+def head_size_problems(recipe: Recipe, _: Mapping[str, str], device: str | None = None) -> Iterator[Problem]:
+    """Yield a problem if vLLM on CPU does not support the head_dim of the model's folder.
+
+    Without a local folder or a vLLM of the run, or if ``device`` is not "cpu", nothing is checked.
+    """
+    if not recipe.server.use_vllm or uses_external_server(recipe) or device != "cpu":
+        return
+    size = head_size(Path(os.path.expanduser(recipe.model.name)))
+    if size is not None and size not in CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        message = f"head_dim is {size}, but vLLM's attention on CPU supports only {sizes}"
+        yield recipe.problem(KEY, message, "use a model with one of these, or set use_vllm: false")
+
+
+def head_size(folder: Path) -> int | None:
+    """Return the size of an attention head from a model folder's config.json, or None if it is unknown.
+
+    Without ``head_dim``, the size is ``hidden_size // num_attention_heads``. Return None for a model with multi-head
+    latent attention (MLA), and if the file is missing or damaged.
+    """
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, ZeroDivisionError):
+        config = json.loads((folder / "config.json").read_bytes())
+        config = config.get("text_config") or config
+        if config.get("kv_lora_rank"):
+            return None
+        heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+        return config.get("head_dim") or (hidden // heads if heads and hidden else None)
+    return None

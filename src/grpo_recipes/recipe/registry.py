@@ -385,14 +385,10 @@ def missing_package(key: str, value: Any) -> str | None:
     for item in value if isinstance(value, list) else [value]:
         needs = (need for (name, values), need in _PACKAGES.items() if name == key and fnmatchcase(str(item), values))
         package, module = next(needs, (None, None))
-        if package and module and not _is_installed(package, module):
-            return package
+        if package and module:
+            name, limit, version = package.partition("<")  # a version may be limited, as in swanlab<0.8
+            if importlib.util.find_spec(module) is None:
+                return package
+            if limit and Version(importlib.metadata.version(name)) >= Version(version):
+                return package
     return None
-
-
-def _is_installed(package: str, module: str) -> bool:
-    """Return whether a module is installed, in the version that ``package`` requires, e.g. ``swanlab<0.8``."""
-    if importlib.util.find_spec(module) is None:
-        return False
-    name, limit, version = package.partition("<")
-    return not limit or Version(importlib.metadata.version(name)) < Version(version)
