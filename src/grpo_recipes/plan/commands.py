@@ -226,19 +226,18 @@ def with_processes(
     reward_secrets += ("OPENAI_API_KEY",) if plan.mode == EXTERNAL else ()  # the key of an external server
     # Callbacks are the user's code inside the trainer and may need any variable.
     secrets = {"server": login, "trainer": ("*",) if recipe.run.callbacks else (*reward_secrets, *tracker_secrets)}
-
-    def complete(process: Process) -> Process:
-        """Return a process with the variables, secrets, log and order that depend on the whole plan."""
-        network = _network_variables(plan, resources, environment, process.node) | _sync_variables(recipe, plan, names)
-        variables = {**process.environment, **network, **offline}
+    sync_variables = _sync_variables(recipe, plan, names)
+    completed = []
+    for process in processes:
+        network = _network_variables(plan, resources, environment, process.node)
+        variables = {**process.environment, **network, **sync_variables, **offline}
         log = process.log
         if log.startswith(f"{LOGS}/"):
             log = str(log_folder(environment) / Path(log).name)
         keeps = secrets.get(process.role, reward_secrets if process.handed else ())
         waits_for = (*process.after, *early_roles) if process.trains else process.after
-        return replace(process, environment=variables, keeps=keeps, log=log, after=waits_for)
-
-    return replace(plan, processes=[complete(process) for process in processes])
+        completed.append(replace(process, environment=variables, keeps=keeps, log=log, after=waits_for))
+    return replace(plan, processes=completed)
 
 
 def log_folder(environment: Mapping[str, str]) -> Path:

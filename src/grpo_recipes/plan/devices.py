@@ -250,7 +250,8 @@ def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[s
     if mode != "server" or resources.device == "cpu":
         return (), node_gpus
     first_nodes, later_nodes = node_gpus[:count], node_gpus[count:]
-    shared, serving = shares_gpu(recipe, resources, mode), count_server_gpus(recipe)
+    shared = shares_gpu(recipe, resources, mode)
+    serving = recipe.server.tensor_parallel_size * recipe.server.replicas // recipe.server.nodes  # GPUs on each node
     visible = min(map(len, first_nodes))
     most = visible - (1 if not later_nodes and not shared else 0)
     if serving > most:
@@ -264,11 +265,6 @@ def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[s
 def count_server_nodes(recipe: Recipe, mode: str) -> int:
     """Return the number of nodes with replicas of the server; 1 without a server."""
     return recipe.server.nodes if mode == "server" else 1
-
-
-def count_server_gpus(recipe: Recipe) -> int:
-    """Return the number of GPUs of the vLLM server on each of its nodes: all replicas of the node together."""
-    return recipe.server.tensor_parallel_size * recipe.server.replicas // recipe.server.nodes
 
 
 def _make_server_size_error(recipe: Recipe, problem: str, most: int) -> ConfigError:
@@ -328,7 +324,8 @@ def place_trainers(
 ) -> tuple[Placement, ...]:
     """Spread ``world_size`` trainers evenly over the nodes; return a placement for each node with trainers.
 
-    ``training_gpus`` has the GPUs of each node. Raise ConfigError if a node of the job would have no process.
+    ``training_gpus`` has the GPUs of each node. Raise ConfigError if a node of the job would have no process, or if
+    co-located trainers can't be divided into equal groups that each share one vLLM.
     """
     node_count = len(training_gpus)
     limits = [len(gpus) for gpus in training_gpus] if resources.device == "cuda" else [world_size] * node_count
@@ -342,6 +339,11 @@ def place_trainers(
         separate_node = ", or set vllm_node: own" if mode == "server" and counts[0] else ""
         fix = f"submit with --nodes={node_count - len(idle)}, or raise prompts_per_step{separate_node}"
         raise config_error("sbatch --nodes", f"{problem} ({format_trainers(world_size)})", fix)
+    parallel = recipe.server.tensor_parallel_size
+    if mode == "colocate" and world_size % parallel:
+        problem = f"vllm_tensor_parallel_size {parallel} does not divide the {format_trainers(world_size)}"
+        fix = f"set vllm_tensor_parallel_size: {math.gcd(world_size, parallel)}, or change num_processes"
+        raise config_error(recipe.source("vllm_tensor_parallel_size"), f"{problem} that would share one vLLM", fix)
     return tuple(Placement(node, count, training_gpus[node][:count]) for node, count in enumerate(counts) if count)
 
 

@@ -70,26 +70,41 @@ def make_plan(
     ``vllm_data_parallel_size: auto``, earlier runs in run_root decide the plan's ``replicas``.
     """
     recipe = choose_replicas(recipe, resources, lambda candidate: make_plan(candidate, resources, environment))
+    plan = _lay_out(recipe, resources, environment)
+    if problems := [problem for part in load_roles() for problem in part.problems(recipe, plan)]:
+        raise ConfigError(*problems)
+    most_sequences = choose_max_num_seqs(recipe, plan, resources.gpu_gib)
+    plan = replace(plan, data=describe_data(recipe, plan), max_num_seqs=most_sequences)
+    plan.notes.extend(_list_notes(plan, recipe, resources, environment))
+    plan = with_sources(plan, recipe, resources, sources) if sources else plan
+    return with_processes(plan, recipe, resources, environment, names, sources) if names else plan
+
+
+def _lay_out(recipe: Recipe, resources: Resources, environment: Mapping[str, str]) -> Plan:
+    """Return the devices, batch, weight sync method and ports of a run as a plan without data and processes.
+
+    Raise ConfigError if the recipe contradicts the environment or the resources.
+    """
     mode = _choose_mode(recipe, resources)
     server_gpus, training_gpus = devices.split_gpus(recipe, resources, mode)
-    most_trainers = devices.count_trainers(recipe, resources, training_gpus)
-    batch = devices.derive_batch(recipe, most_trainers)
+    batch = devices.derive_batch(recipe, devices.count_trainers(recipe, resources, training_gpus))
     placement = devices.place_trainers(recipe, resources, mode, training_gpus, batch.world_size)
-    _require_equal_groups(recipe, mode, batch.world_size)
     server_apart = mode == "server" and placement[0].node != 0
     server_nodes = devices.count_server_nodes(recipe, mode)
     spans_nodes = server_apart or server_nodes > 1 or (mode == "colocate" and len(placement) > 1)
     accelerator = accelerator_of(recipe, batch.world_size, environment)
     check_unused_weights(recipe, environment, accelerator, batch.world_size)
     bridge, why_bridge = _choose_sync_method(recipe, resources, mode, spans_nodes)
-    _require_sync_method(recipe, COLOCATE if mode == "colocate" else bridge, accelerator, spans_nodes, resources.device)
+    method = COLOCATE if mode == "colocate" else bridge
+    if method and (problem := sync_problem(recipe, method, accelerator, spans_nodes, resources.device)):
+        raise ConfigError(problem)
     devices.require_shareable_gpu(recipe, resources, mode, bridge)
     nodes, task, model = resources.all_nodes(), task_of(recipe), recipe.model.name
     if (gpu_shared := devices.shares_gpu(recipe, resources, mode)) and bridge == "shared":
         devices.require_exportable_memory(environment)
     # All nodes use the same number of threads, because it changes results on CPU. One core is left for the server.
     cores = min((nodes[trainers.node].cores - (mode != "colocate")) // trainers.count for trainers in placement)
-    plan = Plan(
+    return Plan(
         recipe=str(recipe.path),
         task=task,
         entry=entry_of(recipe),
@@ -122,44 +137,20 @@ def make_plan(
         threads=1 if resources.device == "cuda" else max(1, cores),
         notes=list(recipe.notes),
     )
-    if problems := [problem for part in load_roles() for problem in part.problems(recipe, plan)]:
-        raise ConfigError(*problems)
-    most_sequences = choose_max_num_seqs(recipe, plan, resources.gpu_gib)
-    plan = replace(plan, data=describe_data(recipe, plan), max_num_seqs=most_sequences)
-    plan.notes.extend(_list_notes(plan, recipe, resources, environment, most_trainers))
-    plan = with_sources(plan, recipe, resources, sources) if sources else plan
-    return with_processes(plan, recipe, resources, environment, names, sources) if names else plan
 
 
-def _require_sync_method(recipe: Recipe, method: str | None, accelerator: str, spans_nodes: bool, device: str) -> None:
-    """Raise ConfigError if the weight sync method, or COLOCATE, does not work in the plan's setup."""
-    if method and (problem := sync_problem(recipe, method, accelerator, spans_nodes, device)):
-        raise ConfigError(problem)
-
-
-def _require_equal_groups(recipe: Recipe, mode: str, trainers: int) -> None:
-    """Raise ConfigError if co-located trainers can't be divided into equal groups that each share one vLLM."""
-    parallel = recipe.server.tensor_parallel_size
-    if mode == "colocate" and trainers % parallel:
-        problem = f"vllm_tensor_parallel_size {parallel} does not divide the {devices.format_trainers(trainers)}"
-        fix = f"set vllm_tensor_parallel_size: {math.gcd(trainers, parallel)}, or change num_processes"
-        raise config_error(recipe.source("vllm_tensor_parallel_size"), f"{problem} that would share one vLLM", fix)
-
-
-def _list_notes(
-    plan: Plan, recipe: Recipe, resources: Resources, environment: Mapping[str, str], most_trainers: int
-) -> Iterator[str]:
-    """Yield sentences that warn the user about a plan: ignored variables, unused GPUs, idle trainers, a shared GPU.
-
-    ``most_trainers`` is the number of trainers that the devices allow.
-    """
+def _list_notes(plan: Plan, recipe: Recipe, resources: Resources, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield sentences that warn the user about a plan: ignored variables, unused GPUs, idle trainers, a shared GPU."""
     used, job = devices.list_used_gpus(plan.server_gpus, plan.placement, plan.server_nodes), resources.job
     if len(used) > 1 and any(gpu.startswith("MIG-") for _, gpu in used):
         yield "NCCL between MIG slices is untested: use one slice with vllm_mode: colocate, or whole GPUs"
     yield from (f"{name} is not read: {UNREAD_VARIABLES[name]}" for name in _IGNORED_VARIABLES if environment.get(name))
+    most_trainers = devices.count_trainers(recipe, resources, devices.split_gpus(recipe, resources, plan.mode)[1])
     if plan.batch.world_size < most_trainers:
-        used_count = f"{plan.batch.world_size} of {most_trainers} trainers"
-        suggestion = _suggest_prompts_per_step(recipe, most_trainers)
+        used_count, suggestion = f"{plan.batch.world_size} of {most_trainers} trainers", ""
+        if prompts := recipe.batch.prompts_per_step:
+            least = most_trainers // math.gcd(most_trainers, recipe.batch.num_generations)
+            suggestion = f"; prompts_per_step: {max(1, round(prompts / least)) * least} (now {prompts}) uses all"
         yield f"{used_count} are used: no larger number divides the batch{suggestion}"
     if resources.device == "cuda" and job and job.gpus_on_node not in (None, len(resources.gpus)):
         counts = f"Slurm reports {job.gpus_on_node} GPUs, but the driver shows {len(resources.gpus)}"
@@ -175,18 +166,6 @@ def _list_notes(
         yield limit
     if plan.unused_gpus:
         yield f"GPU {', '.join(plan.unused_gpus)} is unused"
-
-
-def _suggest_prompts_per_step(recipe: Recipe, trainers: int) -> str:
-    """Return the end of the note on idle trainers: the nearest ``prompts_per_step`` that uses all ``trainers``.
-
-    The text starts with "; ". It is empty if the recipe does not set ``prompts_per_step``.
-    """
-    prompts = recipe.batch.prompts_per_step
-    if prompts is None:
-        return ""
-    least = trainers // math.gcd(trainers, recipe.batch.num_generations)
-    return f"; prompts_per_step: {max(1, round(prompts / least)) * least} (now {prompts}) uses all"
 
 
 def with_sources(plan: Plan, recipe: Recipe, resources: Resources, sources: Assets) -> Plan:

@@ -257,12 +257,10 @@ def wait_until_ready(
     process has the port. Other processes get no request.
     """
     owner = OwnListener(host, port, lambda: root_pid)
-
-    def serves() -> bool:
-        """Return whether the server serves the model ``name``."""
-        return name in _list_served_models(host, port, token, owner)
-
-    return _wait_for_listener(alive, owner, port, serves, "the vLLM server", timeout, " s (vllm_server_timeout)")
+    return _wait_for_listener(
+        alive, owner, port, lambda: name in _list_served_models(host, port, token, owner), "the vLLM server", timeout,
+        " s (vllm_server_timeout)",
+    )  # fmt: skip
 
 
 def wait_until_answering(alive: Callable[[], bool], root_pid: int, url: str, who: str, timeout: float) -> float:
