@@ -115,24 +115,16 @@ def _make_command(program: int, status: int, seconds: float, memory_bytes: int) 
         command += ["--dev-bind", path, path]
     command += ["--chdir", "/tmp", "--perms", "0444", "--ro-bind-data", str(program), "/program.py"]
     command += ["--remount-ro", "/", "--"]
-    command += ["prlimit", f"--nproc={MOST_PROCESSES + _count_other_tasks()}", f"--as={memory_bytes}", "--core=0"]
+    other_tasks = 0
+    # Before Linux 5.14, the kernel counts all tasks of a user except root. The number of all tasks is an upper limit.
+    if not is_root and tuple(int(part) for part in platform.release().split(".")[:2]) < (5, 14):
+        other_tasks = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
+    command += ["prlimit", f"--nproc={MOST_PROCESSES + other_tasks}", f"--as={memory_bytes}", "--core=0"]
     command += [f"--fsize={_MOST_FILE_BYTES}", f"--cpu={math.ceil(seconds)}", "--"]
     if is_root:
         uid = _FIRST_UID + os.getpid() % _UIDS
         command += ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
     return [*command, sys.executable, "-I", "/program.py"]
-
-
-def _count_other_tasks() -> int:
-    """Return the number of tasks outside of the jail that the kernel counts as the program's.
-
-    This is 0 for root, and since Linux 5.14. Before, the kernel counts all tasks of a user. The number of all tasks of
-    the machine is then an upper limit.
-    """
-    major, minor = (int(part) for part in platform.release().split(".")[:2])
-    if os.geteuid() == 0 or (major, minor) >= (5, 14):
-        return 0
-    return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
 
 
 def _open_in_memory(content: str) -> IO[bytes]:

@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,7 +81,13 @@ def read_launch(arguments: list[str]) -> ColocatedLaunch:
     except ConfigError as error:
         problems += error.problems
     keys = {**_translate_options(options), **nodes.keys}
-    problems += [*unknown_flags(flags, _NAMES, PROGRAM), *_find_duplicate_keys(flags, keys)]
+    problems += unknown_flags(flags, _NAMES, PROGRAM)
+    for flag in flags:
+        key = flag.partition("=")[0].removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and key.removeprefix("no_") in keys:
+            source = keys[key.removeprefix("no_")].source
+            fix = f"keep only {source}" if source != PROGRAM else "remove it, or use grpo launch"
+            problems.append(Problem(flag.partition("=")[0], f"{source} already sets {key}", fix))
     if problems:
         raise ConfigError(*problems)
     launch_request = launch_options(options, _choose_recipe(options, resources.device), flags, nodes.meeting, keys)
@@ -123,16 +129,6 @@ def _translate_options(options: argparse.Namespace) -> dict[str, Value]:
 def _count_processes(options: argparse.Namespace) -> int:
     """Return the number of training processes of a node: --gpus, by default 1."""
     return 1 if options.gpus is None else int(options.gpus)
-
-
-def _find_duplicate_keys(flags: list[str], keys: Mapping[str, Value]) -> Iterator[Problem]:
-    """Yield a problem for each flag of a recipe key that an option of this entry point already sets in ``keys``."""
-    for flag in flags:
-        key = flag.partition("=")[0].removeprefix("--").replace("-", "_")
-        if flag.startswith("--") and key.removeprefix("no_") in keys:
-            source = keys[key.removeprefix("no_")].source
-            fix = f"keep only {source}" if source != PROGRAM else "remove it, or use grpo launch"
-            yield Problem(flag.partition("=")[0], f"{source} already sets {key}", fix)
 
 
 def _limit_gpus(options: argparse.Namespace, resources: Resources) -> tuple[Resources, list[str]]:
@@ -191,14 +187,11 @@ def _redirect_output(file: str | None) -> Iterator[None]:
     if file is None:
         yield
         return
-
-    def make_unwritable_error(error: OSError) -> ConfigError:
-        """Return a ConfigError for an output file that can't be opened."""
-        problem = f"can't write '{file}' ({error.strerror})"
-        return config_error("--redirect-output", problem, "use a file that you may write")
-
-    with translate_errors(OSError, make_unwritable_error):
+    try:
         target = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError as error:
+        problem = f"can't write '{file}' ({error.strerror})"
+        raise config_error("--redirect-output", problem, "use a file that you may write") from error
     say(f"the output goes to {display_path(file)}")
     _flush_output()
     copies = [(fd, os.dup(fd)) for fd in (1, 2)]

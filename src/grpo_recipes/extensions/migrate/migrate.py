@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from grpo_recipes.errors import Problem, config_error, translate_errors
+from grpo_recipes.errors import Problem, config_error
 from grpo_recipes.paths import display_path
 from grpo_recipes.recipe import converters, merge_recipe, sort_problems
 from grpo_recipes.recipe.check import check
@@ -155,7 +155,13 @@ def migrate(source: Path, target: Path) -> Migration:
     """Translate another project's recipe to a recipe for ``target``, and return it; raise ConfigError if unreadable."""
     migration = Migration(source, target)
     problems: list[Problem] = []
-    settings = _read_settings(source, problems)
+    if source.suffix == ".toml":
+        try:
+            settings = tomllib.loads(source.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise config_error(source.name, "is not valid TOML", "correct it there") from error
+    else:
+        settings = _join_settings({name: setting.value for name, setting in read_file(source, problems).items()})
     file = {name: Value(value, source.name) for name, value in settings.items()}
     if converter := converter_of(file):
         migration.lines += _convert_settings(converter, file)
@@ -175,15 +181,6 @@ def migrate(source: Path, target: Path) -> Migration:
     _add_settings(migration, {name for name, _ in flat})
     migration.problems = _leave_out_rejected(migration)
     return migration
-
-
-def _read_settings(source: Path, problems: list[Problem]) -> dict[str, Any]:
-    """Read the settings of a TOML or YAML file; add YAML problems to ``problems``, raise ConfigError for bad TOML."""
-    if source.suffix == ".toml":
-        error = config_error(source.name, "is not valid TOML", "correct it there")
-        with translate_errors((tomllib.TOMLDecodeError, UnicodeDecodeError), lambda _: error):
-            return tomllib.loads(source.read_text(encoding="utf-8"))
-    return _join_settings({name: setting.value for name, setting in read_file(source, problems).items()})
 
 
 def _join_settings(settings: dict[str, Any]) -> dict[str, Any]:
@@ -492,29 +489,23 @@ def _add_settings(migration: Migration, names: set[str]) -> None:
 def _leave_out_rejected(migration: Migration) -> list[Problem]:
     """Check the recipe repeatedly and turn rejected lines into comments with the reason; return the remaining problems.
 
-    They concern required keys, or no line, so the user must fix them.
+    They concern required keys, or no line, so the user must fix them. Problems of the rewards file that is not written
+    yet are left out.
     """
+    rewards_file = migration.rewards_file.name if migration.unwritten else "\0"
     with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, migration.target.name)
         while True:
-            pairs = _check_recipe(migration, Path(folder, migration.target.name))
+            path.write_text(migration.text(), encoding="utf-8")
+            text_lines = [line for line in migration.lines for _ in range(line.text().count("\n"))]
+            places = {f"{display_path(path)}:{number}": line for number, line in enumerate(text_lines, 3)}
+            recipe, problems = merge_recipe(path)
+            recipe, task_problems = with_task(recipe, requested_task({}, None))
+            problems = sort_problems([*problems, *task_problems, *check(recipe, {})])
+            pairs = [(places.get(problem.where), problem) for problem in problems if rewards_file not in problem.what]
             rejected = [(line, problem) for line, problem in pairs if line and line.key not in _NEEDED]
             if not rejected:
                 return [problem for _, problem in pairs]
             for line, problem in reversed(rejected):  # so that the first problem of a line is its reason
                 line.kept, line.name = False, line.name or line.key
                 line.why = f"{problem.what}; {problem.fix.removeprefix('remove it; ')}"
-
-
-def _check_recipe(migration: Migration, path: Path) -> list[tuple[Line | None, Problem]]:
-    """Write the recipe to ``path`` and check it; return each problem with the line that causes it, or None.
-
-    Problems of the rewards file that is not written yet are left out.
-    """
-    path.write_text(migration.text(), encoding="utf-8")
-    text_lines = [line for line in migration.lines for _ in range(line.text().count("\n"))]
-    places = {f"{display_path(path)}:{number}": line for number, line in enumerate(text_lines, 3)}
-    recipe, problems = merge_recipe(path)
-    recipe, task_problems = with_task(recipe, requested_task({}, None))
-    rewards_file = migration.rewards_file.name if migration.unwritten else "\0"
-    problems = sort_problems([*problems, *task_problems, *check(recipe, {})])
-    return [(places.get(problem.where), problem) for problem in problems if rewards_file not in problem.what]
