@@ -34,7 +34,10 @@ class Game(Environment):
 
         game_args = dict(args)
         self._mafia = name.startswith("SecretMafia")
-        self._take_rewards(game_args)
+        self._rewards = {kind: game_args.pop(f"{kind}_reward", 0.0) for kind in ("legal", "illegal", "useful")}
+        for kind, reward in self._rewards.items():
+            if type(reward) not in (int, float) or find_reward_problem(reward):
+                raise _make_argument_error(f"{kind}_reward: {reward!r} is not a valid reward", "set a number")
         self._take_seats(game_args)
         self._observation = game_args.pop("observation", "whole")
         if self._observation not in (("whole", "brief") if self._mafia else ("whole",)):
@@ -48,16 +51,6 @@ class Game(Environment):
         self._noise = Noise()
         self.tools: list[dict[str, Any]] = []
         self._find_player_count(name, game_args)
-
-    def _take_rewards(self, game_args: dict[str, Any]) -> None:
-        """Move legal_reward, illegal_reward and useful_reward from ``game_args`` to this object; the default is 0.
-
-        Raise ConfigError if one is not a valid number.
-        """
-        self._rewards = {kind: game_args.pop(f"{kind}_reward", 0.0) for kind in ("legal", "illegal", "useful")}
-        for kind, reward in self._rewards.items():
-            if type(reward) not in (int, float) or find_reward_problem(reward):
-                raise _make_argument_error(f"{kind}_reward: {reward!r} is not a valid reward", "set a number")
 
     def _take_seats(self, game_args: dict[str, Any]) -> None:
         """Move num_players, player (the policy's seat) and opponents from ``game_args`` to this object.
@@ -128,17 +121,14 @@ class Game(Environment):
         with self._noise.running():
             self._env = self._make()
             self._env.reset(num_players=self._players, seed=derive_seed("game", seed))
-            self._seat = self._choose_seat(derive_seed("seat", seed))
+            if type(self._player) is int:
+                self._seat = self._player
+            else:  # a seat drawn by the seed, of all seats or of the seats with a role
+                seats = list(range(self._players))
+                if self._player != "seed":
+                    seats = [seat for seat in seats if self._state.game_state["player_roles"][seat] == self._player]
+                self._seat = seats[derive_seed("seat", seed) % len(seats)]
             return self._play_opponents(0.0, {}, False)
-
-    def _choose_seat(self, number: int) -> int:
-        """Return the policy's seat: the recipe's, or for ``player: seed`` or a role, a seat selected by ``number``."""
-        if type(self._player) is int:
-            return self._player
-        seats = list(range(self._players))
-        if self._player != "seed":  # a role
-            seats = [seat for seat in seats if self._state.game_state["player_roles"][seat] == self._player]
-        return seats[number % len(seats)]
 
     def choose_scripted_move(self, generator: random.Random, plan: bool = True) -> str:
         """Return a scripted move for the policy's turn in SecretMafia, chosen with ``generator``; do not play it.
@@ -279,13 +269,22 @@ class Game(Environment):
     def _choose_random_move(self, seat: int) -> str:
         """Draw random moves for a seat and return the first valid one; if 40 are invalid, return the first.
 
+        The moves are the bracketed texts of its observations, newest observation first, then "[0]" to "[9]". The moves
+        of an observation, and the numbers, are in random order. [GAME] and [Player N] are left out.
+
         In SecretMafia, draw a valid move, and with ``opponents: crowd`` vote for a player that most messages name.
         """
         if self._mafia:
             crowd = self._opponents == "crowd"
             messages = secret_mafia.list_messages_today(self._observations[seat]) if crowd else []
             return secret_mafia.choose_random_action(self._state.game_state, seat, self._random, messages)
-        moves = self._list_candidate_moves(seat)
+        moves: list[str] = []
+        for _, text, _ in reversed(self._observations[seat]):
+            bracketed = {move for move in _BRACKETED.findall(text) if not _SPEAKER.fullmatch(move)}
+            new_moves = sorted(bracketed - set(moves))
+            moves += self._random.sample(new_moves, len(new_moves))
+        numbers = [f"[{number}]" for number in range(10) if f"[{number}]" not in moves]
+        moves += self._random.sample(numbers, len(numbers))
         return next((move for move in moves[:_TRIES] if self._is_valid(move, seat)), moves[0])
 
     def _is_valid(self, move: str, seat: int) -> bool:
@@ -294,20 +293,6 @@ class Game(Environment):
             return not secret_mafia.find_action_problem(move, self._state.game_state, seat)
         with restoring_noise():
             return not self._play_action(copy.deepcopy(self._env), move)[1]
-
-    def _list_candidate_moves(self, seat: int) -> list[str]:
-        """Return moves that a random opponent tries: bracketed texts of its observations, then "[0]" to "[9]".
-
-        The moves keep their brackets, and no move occurs twice. [GAME] and [Player N] are left out. The moves of the
-        newest observation come first. The moves of an observation, and the numbers, are in random order.
-        """
-        moves: list[str] = []
-        for _, text, _ in reversed(self._observations[seat]):
-            bracketed = {move for move in _BRACKETED.findall(text) if not _SPEAKER.fullmatch(move)}
-            new_moves = sorted(bracketed - set(moves))
-            moves += self._random.sample(new_moves, len(new_moves))
-        numbers = [f"[{number}]" for number in range(10) if f"[{number}]" not in moves]
-        return moves + self._random.sample(numbers, len(numbers))
 
 
 def _make_start_error(name: str, error: Exception) -> ConfigError:

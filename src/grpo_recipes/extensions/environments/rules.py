@@ -233,7 +233,8 @@ def _check_environment(recipe: Recipe, index: int, spec: str, arguments: dict[st
         for problem in problems:
             part = problem.where.removeprefix("environment_")
             yield replace(problem, where=locate_environment(recipe, index, part))
-        if kind == "textarena" and arguments.get("opponents") == BASE and not serves_base_model(recipe):
+        serves_base_model = starts_server(recipe) and recipe.lora.use_peft and recipe.server.weight_sync == "lora"
+        if kind == "textarena" and arguments.get("opponents") == BASE and not serves_base_model:
             message = "opponents: base needs a vLLM server that has the base model next to the adapter"
             fix = "set opponents: policy"
             fix += ", or add use_peft: true and weight_sync: lora" if starts_server(recipe) else ""
@@ -243,11 +244,6 @@ def _check_environment(recipe: Recipe, index: int, spec: str, arguments: dict[st
         yield replace(code_problem, fix=f"use {library}:{name}") if library else code_problem
     if kind == "openenv" and not EnvironmentKeys(recipe).network:
         yield Problem(line, f"'{spec}' needs the network", "add environment_network: true")
-
-
-def serves_base_model(recipe: Recipe) -> bool:
-    """Return whether the run's server has the base model next to an adapter; it plays ``opponents: base``."""
-    return starts_server(recipe) and recipe.lora.use_peft and recipe.server.weight_sync == "lora"
 
 
 def _check_arguments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:

@@ -75,7 +75,11 @@ def play_turn(
     reset it with ``seed`` and replay the earlier actions. Raise RuntimeError if their result differs from
     ``last_digest``. The environment is closed when the episode ends or raises.
     """
-    _close_stale(name, actions)
+    # Close the episodes of other generations, and this episode if it was played with other earlier actions.
+    generation = name.rpartition("/")[0]
+    for other, live_episode in list(_LIVE.items()):
+        if other.rpartition("/")[0] != generation or (other == name and live_episode.actions != actions[:-1]):
+            _LIVE.pop(other).close()
     episode = _LIVE.pop(name, None) or _LiveEpisode(spec, load(spec, json.loads(arguments)))
     with contextlib.ExitStack() as at_end:
         at_end.callback(episode.close)
@@ -91,18 +95,6 @@ def play_turn(
             at_end.pop_all()
             _LIVE[name] = episode
     return episode.turn
-
-
-def _close_stale(name: str, actions: list[str]) -> None:
-    """Close all episodes of other generations, and this episode if it was played with other actions.
-
-    The generation is the part of ``name`` before the last slash. The last action is about to be played, so only the
-    actions before it are compared.
-    """
-    generation = name.rpartition("/")[0]
-    for other, episode in list(_LIVE.items()):
-        if other.rpartition("/")[0] != generation or (other == name and episode.actions != actions[:-1]):
-            _LIVE.pop(other).close()
 
 
 def _serialize_turn(turn: Turn, tools: Sequence[dict[str, Any]] = ()) -> str:
