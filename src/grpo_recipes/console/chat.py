@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -190,7 +189,11 @@ class _Conversation:
         """Answer lines of stdin until its end; return the exit code: 0, 1 if a reply failed, or 130 after Ctrl-C."""
         while True:
             try:
-                line = self._read_line()
+                if sys.stdin is None:  # closed
+                    raise EOFError
+                line = input("> ").strip()
+                if not sys.stdin.isatty():
+                    print(line)  # a terminal shows it while it is typed
             except EOFError:
                 print()
                 return 1 if self.failed else 0
@@ -201,18 +204,6 @@ class _Conversation:
                 self._run_command(*line.split(maxsplit=1))
             elif line:
                 self._print_reply(line)
-
-    def _read_line(self) -> str:
-        """Read the user's next line from stdin, without white space at its ends; print it if stdin is not a terminal.
-
-        Raise EOFError at the end of stdin, or if stdin is closed.
-        """
-        if sys.stdin is None:  # closed
-            raise EOFError
-        line = input("> ").strip()
-        if not sys.stdin.isatty():
-            print(line)  # a terminal shows it while it is typed
-        return line
 
     def _run_command(self, name: str, text: str = "") -> None:
         """Run a command of the user: /reset, /system or /system TEXT; print its result, or the help for another name.
@@ -234,10 +225,16 @@ class _Conversation:
         If the reply fails or Ctrl-C interrupts it, print a message and leave the history unchanged.
         """
         from grpo_recipes.rollouts.openai import NoCompletion
+        from grpo_recipes.rollouts.turns import derive_seed
 
         messages = [*self.messages, {"role": "user", "content": line}]
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        # Each reply gets another seed.
+        seed = None if self.sampling.seed is None else derive_seed(self.sampling.seed, self.replies) >> 1
+        self.replies += 1
+        sampling = replace(self.sampling, seed=seed)
         reply = ""
-        pieces = self._stream_reply(messages)
+        pieces = self.client.stream([*system, *messages], sampling, self.template_kwargs)
         try:
             for piece in pieces:
                 reply += piece
@@ -253,19 +250,6 @@ class _Conversation:
             return _print_line("reply interrupted and dropped")
         self.messages = [*messages, {"role": "assistant", "content": reply}]
         return None
-
-    def _stream_reply(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
-        """Request a reply to the system prompt and ``messages``; return a generator of its text while it arrives.
-
-        Each reply gets another seed, derived from the seed of the options if there is one.
-        """
-        from grpo_recipes.rollouts.turns import derive_seed
-
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        seed = None if self.sampling.seed is None else derive_seed(self.sampling.seed, self.replies) >> 1
-        self.replies += 1
-        sampling = replace(self.sampling, seed=seed)
-        return self.client.stream([*system, *messages], sampling, self.template_kwargs)
 
 
 def _print_line(text: str) -> None:

@@ -7,10 +7,10 @@ usual next steps.
 import itertools
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from grpo_recipes.console.report.page import format_number
 from grpo_recipes.console.report.read import RunRecord
@@ -23,7 +23,6 @@ _TASKS = ("grpo", "maxent")  # trainers that `grpo launch` starts from a recipe
 _NEAR_MAXIMUM = 0.95  # share of the highest reward of a completion, from which the data is too easy
 _LOST = 0.5  # share of its rise that a reward has lost, from which it has collapsed
 _FAR = 5.0  # least distance of the best from the last level, in standard errors, of a collapse
-Value = Callable[[str], Any]  # returns the value of a recipe key in the run
 
 
 @dataclass(frozen=True)
@@ -138,23 +137,16 @@ def _make_notice_card(run: RunRecord, recipe: str, notice: Notice) -> Card:
     """Return the card of a notice, with a command that starts the recipe with other values."""
     advice = _ADVICE.get(notice.name, _Advice(notice.name.capitalize(), ""))
     text = f"{notice.text[0].upper()}{notice.text[1:]}. To fix it, {notice.fix}."
-    flags = _change_values(run.value, advice, notice.fix)
-    command = f"grpo launch {recipe} {flags}" if flags and run.plan.get("task") in _TASKS else ""
-    return Card(advice.title, text, advice.chart, notice.first, command, notice.serious)
-
-
-def _change_values(value: Value, advice: _Advice, fix: str) -> str:
-    """Return flags that multiply the run's values of the keys in ``fix`` by the factors of ``advice``.
-
-    Keys without a factor, without a number or with 0 get no flag.
-    """
-    numbers = {key: value(key) for key in advice.factors if key in fix}
+    # Multiply the run's values of the keys in the fix. Keys without a factor, without a number or with 0 get no flag.
+    numbers = {key: run.value(key) for key in advice.factors if key in notice.fix}
     changed = {
         key: type(number)(number * advice.factors[key])
         for key, number in numbers.items()
         if isinstance(number, int | float) and number
     }
-    return " ".join(f"--{key} {number:g}" for key, number in changed.items())
+    flags = " ".join(f"--{key} {number:g}" for key, number in changed.items())
+    command = f"grpo launch {recipe} {flags}" if flags and run.plan.get("task") in _TASKS else ""
+    return Card(advice.title, text, advice.chart, notice.first, command, notice.serious)
 
 
 def _list_usual_steps(run: RunRecord, folder: str, recipe: str) -> list[Card]:

@@ -297,7 +297,11 @@ def format_table(sweep: Sweep, results: Sequence[Result]) -> str:
         lines += ["", *align_columns([("mean of", "reward", "evaluation"), *means])]
         lines += [make_comparison_headline(groups, ranked=is_ranked(find_differing_facts(groups)))] if groups else []
     if "search" in sweep.record:
-        lines += _describe_best(sweep)
+        values = [(trial["value"], trial["name"]) for trial in sweep.record["cells"] if trial.get("value") is not None]
+        if values:
+            value, name = max(values, key=lambda pair: pair[0])
+            best = f"highest {sweep.record['search']['metric']} of {len(values)} trials: {format_number(value)}"
+            lines.append(f"{best} by {name} (a single seed; sweep its values over seed=1..5 to confirm)")
     return "\n".join(lines)
 
 
@@ -316,16 +320,6 @@ def _read_measures(run: RunRecord | None) -> list[str]:
     memory = numbers.get("peak_gpu_memory_gb", numbers.get("peak_process_memory_gb"))
     values = (numbers["avg_step_time_seconds"], numbers["avg_sync_time_seconds"], memory, size or None)
     return [NOTHING if value is None else format_number(value) for value in values]
-
-
-def _describe_best(sweep: Sweep) -> list[str]:
-    """Return a line about the trial of a search with the highest metric, as a list; [] if no trial has a value."""
-    values = [(trial["value"], trial["name"]) for trial in sweep.record["cells"] if trial.get("value") is not None]
-    if not values:
-        return []
-    value, name = max(values, key=lambda pair: pair[0])
-    result = f"highest {sweep.record['search']['metric']} of {len(values)} trials: {format_number(value)} by {name}"
-    return [f"{result} (a single seed; sweep its values over seed=1..5 to confirm)"]
 
 
 def read_metric_value(folder: Path, metric: str) -> float | None:

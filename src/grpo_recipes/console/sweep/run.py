@@ -71,7 +71,8 @@ def start_sweep(
 
     Raise ConfigError with the problems of all runs before anything is written or started. With ``new``, start a new
     sweep even if the same sweep is unfinished in its folder or in the folders ``elsewhere``. With ``dry_run``, only
-    print the runs.
+    print the runs. If a ConfigError prevents the first run of a new sweep, remove the sweep's directory, unless a job
+    may have been submitted.
     """
     if spec.search:
         require_optuna()
@@ -91,7 +92,15 @@ def start_sweep(
         return _print_runs(spec, trials, sweep)
     if sweep is not None:
         return _continue_sweep(sweep, spec, backend, trials, resources, environment)
-    return _start_new_sweep(spec, backend, trials, resources, environment)
+    sweep = sweeps.create_sweep(spec, trials, resources, environment)
+    say(f"{spec.search.trials if spec.search else len(trials)} runs in {display_path(sweep.folder)}")
+    try:
+        return _run_unfinished_trials(sweep, backend, environment, _make_proposals(sweep, spec, resources, environment))
+    except ConfigError as error:
+        started = sweep.record.get("jobs") or any(sweep.folder.glob("cells/*/metrics.jsonl"))
+        if not started and not isinstance(error, MaybeSubmitted):
+            shutil.rmtree(sweep.folder, ignore_errors=True)
+        raise
 
 
 def _prepare_array(
@@ -146,29 +155,6 @@ def _continue_sweep(
     for trial in missing:
         sweeps.create_trial_directory(sweep, trial, resources, environment)
     return _run_unfinished_trials(sweep, backend, environment, _make_proposals(sweep, spec, resources, environment))
-
-
-def _start_new_sweep(
-    spec: SweepSpec,
-    backend: Backend,
-    trials: Sequence[Trial],
-    resources: Resources,
-    environment: Mapping[str, str],
-) -> int:
-    """Create the directory of a sweep, run or submit its trials, and return the exit code.
-
-    If a ConfigError prevents the first run, remove the directory and raise the error. The directory stays if a job may
-    have been submitted.
-    """
-    sweep = sweeps.create_sweep(spec, trials, resources, environment)
-    say(f"{spec.search.trials if spec.search else len(trials)} runs in {display_path(sweep.folder)}")
-    try:
-        return _run_unfinished_trials(sweep, backend, environment, _make_proposals(sweep, spec, resources, environment))
-    except ConfigError as error:
-        started = sweep.record.get("jobs") or any(sweep.folder.glob("cells/*/metrics.jsonl"))
-        if not started and not isinstance(error, MaybeSubmitted):
-            shutil.rmtree(sweep.folder, ignore_errors=True)
-        raise
 
 
 def _make_proposals(

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from grpo_recipes.console.sweep import folder as sweeps
@@ -102,7 +101,7 @@ class Proposals:
 
         A trial that is only in the study is reported to Optuna as failed. A result that is only in the study is added
         to the record. For other trials without a result, wait until their runs have ended, and report the completed
-        runs. The others stay without a result.
+        runs. The others stay without a result. Raise ConfigError if a run still runs after 5 minutes.
         """
         by_number = {trial["number"]: trial for trial in self._trials}
         for study_trial in self._study.trials:
@@ -112,7 +111,12 @@ class Proposals:
             elif study_trial.state.is_finished():
                 trial.setdefault("value", study_trial.value)
         for index in self.sweep.find_unfinished_trials():
-            self._wait_for_end(self.sweep.trial_dir(index))
+            folder, deadline = self.sweep.trial_dir(index), time.monotonic() + _ENDING_SECONDS
+            while Run(folder).is_running():
+                if time.monotonic() > deadline:
+                    message = "it is still running, but the search that started it is gone"
+                    raise config_error(display_path(folder), message, f"stop it with grpo stop {shell_path(folder)}")
+                time.sleep(0.5)
             if self.sweep.status(index) == COMPLETED:
                 self.report(index, 0)
         self._write_record()
@@ -150,18 +154,6 @@ class Proposals:
         self.sweep.record["search"]["trials"] = len(self._trials)
         self._write_record()
         return False
-
-    def _wait_for_end(self, folder: Path) -> None:
-        """Wait until a run has saved and ended after the search that started it was killed.
-
-        Raise ConfigError if it still runs after 5 minutes.
-        """
-        deadline = time.monotonic() + _ENDING_SECONDS
-        while Run(folder).is_running():
-            if time.monotonic() > deadline:
-                message = "it is still running, but the search that started it is gone"
-                raise config_error(display_path(folder), message, f"stop it with grpo stop {shell_path(folder)}")
-            time.sleep(0.5)
 
     def _ensure_run_directory(self, index: int) -> int:
         """Create the trial's run directory if it is missing or incomplete; return the index unchanged."""
