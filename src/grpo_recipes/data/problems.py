@@ -365,20 +365,19 @@ def drop_duplicates(source: Problems, counts: Counts) -> Problems:
     """
     answers_by_prompt: dict[bytes, set[bytes]] = {}
 
-    def is_new(prompt: list[Message], answer: str) -> bool:
-        """Return whether no earlier row has this prompt and answer; count duplicates and other answers."""
-        answers, digest = answers_by_prompt.setdefault(hash_prompt(prompt), set()), _hash_text(answer)
-        new = digest not in answers
-        counts.duplicates += not new
-        counts.other_answers += new and bool(answers)
-        answers.add(digest)
-        return new
-
     def batches() -> Iterator[Batch]:
         """Yield each batch without the rows that have occurred before."""
         for batch in source.batches:
-            pairs = enumerate(zip(batch["prompt"], batch["answer"], strict=True))
-            yield select_rows(batch, [index for index, (prompt, answer) in pairs if is_new(prompt, answer)])
+            new_rows = []
+            for index, (prompt, answer) in enumerate(zip(batch["prompt"], batch["answer"], strict=True)):
+                answers, digest = answers_by_prompt.setdefault(hash_prompt(prompt), set()), _hash_text(answer)
+                if digest in answers:
+                    counts.duplicates += 1
+                    continue
+                counts.other_answers += bool(answers)
+                answers.add(digest)
+                new_rows.append(index)
+            yield select_rows(batch, new_rows)
 
     return Problems(source.features, batches())
 

@@ -20,29 +20,32 @@ from datasets import Dataset, IterableDataset, load_from_disk
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from grpo_recipes.data.filters import filter_rows
 from grpo_recipes.data.problems import (
     BATCH_ROWS,
     Batch,
     Counts,
     Fetched,
     Problems,
+    Rows,
     collect_rows,
     describing_read_errors,
     drop_duplicates,
     get_eval_source,
     get_train_source,
     hash_prompt,
+    list_columns,
     load_mixture,
     load_rows,
     make_problems,
+    require_columns,
     select_rows,
 )
 from grpo_recipes.errors import ConfigError, config_error, translate_errors
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.generated import GeneratedData, generated
 from grpo_recipes.recipe.rendering import missing_fix, missing_message, rendering_notes
-from grpo_recipes.recipe.shapes import DataSource, Message
+from grpo_recipes.recipe.row_filter import parse_row_filter
+from grpo_recipes.recipe.shapes import DataSource, Message, root_of, value_at
 from grpo_recipes.recipe.sources import starts_from_rows
 
 _MAX_SHOWN = 4000  # characters of a shown text
@@ -184,7 +187,7 @@ def load_prompts(
             candidates = Problems(training.features, training.iter(BATCH_ROWS))
         else:
             source = get_train_source(args)
-            rows = filter_rows(load_rows(source, args, fetched), args.dataset_filter, source.id, counts)
+            rows = _filter_rows(load_rows(source, args, fetched), args.dataset_filter, source.id, counts)
             if limit and not args.dataset_streaming:
                 rows = rows.shuffle(seed=seed, keep_in_memory=True)
             batch_rows = min(BATCH_ROWS, limit or BATCH_ROWS)
@@ -357,6 +360,28 @@ def load_first_problems(
     source = get_train_source(args)
     problems = make_problems(load_rows(source, args, fetched), source, args, counts, batch_rows=limit)
     return collect_rows(problems, limit).to_list(), counts
+
+
+def _filter_rows(rows: Rows, text: str | None, source: str, counts: Counts) -> Rows:
+    """Return the rows whose column has a number in the range of the filter ``text``; all rows if it is None or empty.
+
+    A stream is filtered when it is read. For other rows, ``counts`` gets the number of dropped rows and the
+    distribution of the column. Raise ConfigError if ``source`` has no such column.
+    """
+    row_filter = parse_row_filter(text) if text else None
+    if row_filter is None:
+        return rows
+    names = list_columns(rows)
+    require_columns(source, rows.features or dict.fromkeys(names, True), {row_filter.column: "dataset_filter"})
+    if isinstance(rows, IterableDataset):
+        return rows.filter(lambda row: row_filter.keeps(value_at(row, row_filter.column)))
+    with describing_read_errors(source):
+        columns = rows.select_columns([root_of(row_filter.column, names)])
+        values = [value_at(row, row_filter.column) for row in columns]
+    indices = [index for index, value in enumerate(values) if row_filter.keeps(value)]
+    counts.filtered += len(rows) - len(indices)
+    counts.filter_values = {row_filter.column: row_filter.count(values)}
+    return rows.select(indices)
 
 
 def _drop_too_long(

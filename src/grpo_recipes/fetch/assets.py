@@ -306,7 +306,7 @@ def find_fetched_datasets(folder: Path) -> DatasetFinder:
 
 def find_model_folders(folder: Path) -> dict[str, str]:
     """Return the folders of a run's models by their names in the recipe, by ``sources.json``."""
-    assets = _read_assets((read_json(folder / "sources.json") or {}).get("sources"))
+    assets = _read_assets(read_json(folder / "sources.json").get("sources"))
     return {asset.id: asset.path for asset in assets if asset.kind == MODEL and asset.path}
 
 

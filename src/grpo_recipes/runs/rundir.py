@@ -130,7 +130,13 @@ class Run:
     @functools.cached_property
     def texts(self) -> dict[str, str]:
         """The text of each log of ``logs``; of a long log, the first 200 kB and the last 400 kB."""
-        return {role: _read_ends(path) for role, path in self.logs.items()}
+        texts = {}
+        for role, path in self.logs.items():
+            with path.open("rb") as file:
+                head = file.read(_HEAD_BYTES)
+                file.seek(max(len(head), path.stat().st_size - _TAIL_BYTES))
+                texts[role] = (head + file.read()).decode(errors="replace")
+        return texts
 
     def is_running(self) -> bool:
         """Return whether a launch locks the run directory; False if the file system has no locks."""
@@ -152,14 +158,6 @@ class Run:
     def keys(self, matches: Callable[[str], bool]) -> list[str]:
         """Return the sorted metric names of the last row for which ``matches`` returns true; none without rows."""
         return sorted(key for key in (self.rows[-1] if self.rows else {}) if matches(key))
-
-
-def _read_ends(path: Path) -> str:
-    """Return the first 200 kB and the last 400 kB of a file as text, or all of a shorter file."""
-    with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
-        file.seek(max(len(head), path.stat().st_size - _TAIL_BYTES))
-        return (head + file.read()).decode(errors="replace")
 
 
 def timestamp() -> str:

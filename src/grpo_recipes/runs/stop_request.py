@@ -51,7 +51,7 @@ class StopRequest:
         self._is_requested = False
         self._has_signal = False
         self._handles_signals = False  # ``listen`` was called
-        self._cutting = False  # inside ``cutting_short``
+        self.may_cut = False  # the current work runs inside ``cutting_short``, so that a request would end it
         self._raises = False  # the next signal raises CutShort
         self._next_check = 0.0  # as ``time.monotonic()``
         self._pid = os.getpid()
@@ -84,24 +84,19 @@ class StopRequest:
     @contextmanager
     def cutting_short(self) -> Iterator[None]:
         """Mark the block as work whose result is useless after a request, so that ``cuts`` may be true inside it."""
-        was_cutting = self._cutting
-        self._cutting = True
+        could_cut = self.may_cut
+        self.may_cut = True
         try:
             yield
         finally:
-            self._cutting = was_cutting
-
-    @property
-    def may_cut(self) -> bool:
-        """Whether the current work runs inside ``cutting_short``, so that a request would end it."""
-        return self._cutting
+            self.may_cut = could_cut
 
     def cuts(self) -> bool:
         """Return whether the current work should end: it runs inside ``cutting_short``, and a request has arrived.
 
         The call is cheap, because the file is checked at most ten times per second.
         """
-        if not self._cutting:
+        if not self.may_cut:
             return False
         return self._is_requested or self._has_signal or (time.monotonic() >= self._next_check and self.requested())
 
@@ -111,7 +106,7 @@ class StopRequest:
 
         Call it from the main thread. Code that never returns to Python bytecode is not interrupted.
         """
-        if not (self._cutting and self._handles_signals):
+        if not (self.may_cut and self._handles_signals):
             yield
             return
         block_ended = threading.Event()

@@ -249,26 +249,23 @@ def submit(script: Path, after: int | None = None) -> int:
     The job waits for the success of the job ``after``. If that job fails, Slurm cancels the new job. Raise ConfigError
     if sbatch fails or is not installed, and MaybeSubmitted if it does not answer or prints no id.
     """
-
-    def to_config_error(error: SlurmError) -> ConfigError:
-        """Return the ConfigError for a failed sbatch: MaybeSubmitted if the job may be in the queue."""
-        if isinstance(error, _NotInstalled):
-            return config_error("sbatch", str(error), "submit on the cluster's login node")
-        if isinstance(error, _Rejected):
-            fix = "correct the profile, or set another value on the command line"
-            if _NO_CONTROLLER.search(str(error)):
-                fix = "load the site's Slurm module, or submit on the cluster's login node"
-            return config_error("sbatch", str(error), fix)
-        fix = "check with squeue whether the job was submitted; its files were not removed"
-        return MaybeSubmitted(Problem("sbatch", str(error), fix))
-
-    with translate_errors(SlurmError, to_config_error):
+    try:
         waits = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after is not None else []
         printed = _run_command("sbatch", "--parsable", *waits, str(script), seconds=_SBATCH_SECONDS)
         job = re.search(r"^(\d+)(;\S+)?$", printed, re.MULTILINE)  # some sites print additional lines
         if job is None:
             raise SlurmError(f"prints no job id ('{' '.join(printed.split())}')")
         return int(job[1])
+    except _NotInstalled as error:
+        raise config_error("sbatch", str(error), "submit on the cluster's login node") from error
+    except _Rejected as error:
+        fix = "correct the profile, or set another value on the command line"
+        if _NO_CONTROLLER.search(str(error)):
+            fix = "load the site's Slurm module, or submit on the cluster's login node"
+        raise config_error("sbatch", str(error), fix) from error
+    except SlurmError as error:
+        fix = "check with squeue whether the job was submitted; its files were not removed"
+        raise MaybeSubmitted(Problem("sbatch", str(error), fix)) from error
 
 
 class Walltime:
