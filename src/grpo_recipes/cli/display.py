@@ -48,7 +48,8 @@ def print_problems(problems: Sequence[Problem], stream: TextIO) -> None:
     console = make_console(stream)
     for problem in problems:
         console.print(problem.where, style="bold", soft_wrap=True)
-        for line in _wrap(f"{problem.what}.", console.width - _INDENT):
+        width = max(console.width - _INDENT, 20)
+        for line in textwrap.wrap(f"{problem.what}.", width, break_long_words=False, break_on_hyphens=False):
             console.print(" " * _INDENT + line)
         console.print(f"{' ' * _INDENT}Fix: {problem.fix}", style="green", soft_wrap=True)
     if len(problems) > 1:
@@ -113,8 +114,3 @@ def make_console(stream: TextIO) -> Console:
     from rich.console import Console
 
     return Console(file=stream, markup=False, highlight=False, emoji=False)
-
-
-def _wrap(text: str, width: int) -> list[str]:
-    """Break a text at spaces into lines of at most ``width`` characters; longer words are kept whole."""
-    return textwrap.wrap(text, max(width, 20), break_long_words=False, break_on_hyphens=False) or [""]

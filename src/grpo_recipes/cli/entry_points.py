@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, replace
 from grpo_recipes.cli import Option, load_command, meant_option
 from grpo_recipes.cli.nodes import NODE_OPTIONS
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.launch.rendezvous import Meeting
 from grpo_recipes.launch.resolve import Options
 from grpo_recipes.paths import shell_quote
 from grpo_recipes.plan.devices import Resources
@@ -42,25 +41,21 @@ def launch_command(options: Options, variables: Mapping[str, str]) -> str:
 
     It lacks the recipes in ``options.then`` and the timeout of a meeting.
     """
+    meeting = options.meeting
+    meeting_flags = {
+        "--nodes": meeting.nodes, "--node-rank": meeting.rank, "--master-addr": meeting.address,
+        "--master-port": meeting.port,
+    } if meeting else {}  # fmt: skip
     words = [
         "grpo", "launch",
         *([options.recipe] if options.recipe else []),
         *(["--task", options.task] if options.task else []),
         *(["--resume", options.resume] if options.resume else []),
         *options.words(),
-        *_meeting_words(options.meeting),
+        *(str(word) for pair in meeting_flags.items() for word in pair),
         *(f"--{field.name.replace('_', '-')}" for field in fields(options) if getattr(options, field.name) is True),
     ]  # fmt: skip
     return " ".join([*(f"{name}={shlex.quote(text)}" for name, text in variables.items()), shlex.join(words)])
-
-
-def _meeting_words(meeting: Meeting | None) -> list[str]:
-    """Return the flags of `grpo launch` for a rendezvous of nodes that are started by hand; none without a meeting."""
-    if meeting is None:
-        return []
-    flags = {"--nodes": meeting.nodes, "--node-rank": meeting.rank, "--master-addr": meeting.address,
-             "--master-port": meeting.port}  # fmt: skip
-    return [str(word) for pair in flags.items() for word in pair]
 
 
 def one_node_options(options: Iterable[Option]) -> list[Option]:
@@ -91,9 +86,8 @@ def with_flags_of(
     If a problem is at a flag that sets some of the ``keys``, the flag replaces these keys in the fix, except in a
     fix with a `grpo` command. ``options`` maps options of `grpo launch` to other flags.
     """
-
-    def translate_problem(problem: Problem) -> Problem:
-        """Return a problem with the entry point's flags instead of options of `grpo launch` and recipe keys."""
+    problems = []
+    for problem in error.problems:
         trial, colon, where = problem.where.rpartition(": ")  # a sweep puts the trial first
         flag = (options or {}).get(where, where)
         set_keys = [key for key, value in keys.items() if value.source == where]
@@ -101,9 +95,8 @@ def with_flags_of(
         fix = problem.fix
         for key in set_keys if "grpo " not in fix else ():  # commands of `grpo` accept recipe keys
             fix = fix.replace(key, flag)
-        return replace(problem, where=f"{trial}{colon}{flag}", fix=fix)
-
-    return ConfigError(*map(translate_problem, error.problems))
+        problems.append(replace(problem, where=f"{trial}{colon}{flag}", fix=fix))
+    return ConfigError(*problems)
 
 
 def with_gpus(

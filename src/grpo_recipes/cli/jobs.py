@@ -67,7 +67,12 @@ class BareJob:
     @property
     def cause(self) -> str:
         """The last line of the logs with an error, or else the last line; empty while the job is active."""
-        lines = [line for path in self.logs.values() for line in _read_last_lines(path)] if self.over else []
+        lines: list[str] = []
+        for path in self.logs.values() if self.over else ():
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+                text = strip_control_codes(mask_secrets(file.read().decode(errors="replace")))
+            lines += [line.strip() for line in text.splitlines() if line.strip()]
         causes = [line for line in lines if _CAUSE.search(line)] or lines
         return causes[-1] if causes else ""
 
@@ -147,11 +152,3 @@ def _find_logs(job_id: str, job: Job | None) -> dict[str, Path]:
         if existing := next((path for path in paths if path.is_file()), None):
             logs[f"slurm.{suffix}"] = existing
     return logs
-
-
-def _read_last_lines(path: Path) -> list[str]:
-    """Return the nonempty lines in the last 64 kB of a log, with secrets masked."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        text = strip_control_codes(mask_secrets(file.read().decode(errors="replace")))
-    return [line.strip() for line in text.splitlines() if line.strip()]

@@ -60,6 +60,8 @@ def completion(options: argparse.Namespace) -> int:
     """Print the completion script of a shell, generated from the commands and the catalogue of keys. Return 0."""
     loaded = {name: load_command(name) for name in commands()}
     recipes = [name for name, item in loaded.items() if item.takes_recipe]
+    all_options = [names_and_settings for item in loaded.values() for names_and_settings in item.all_options()]
+    switches = {name for names, settings in all_options if settings.get("action") == "store_true" for name in names}
     bare = {"|".join(recipes): "files=yaml", "keys": "words=$keys", "completion": f"words='{' '.join(_SETUP)}'"}
     bare["status|logs|watch|stop|report|chat"] = 'words="last $(_grpo_runs)"'
     print(
@@ -73,7 +75,7 @@ def completion(options: argparse.Namespace) -> int:
             values=_cases({name: f"words='{' '.join(words)}'" for name, words in _choices(loaded).items()}),
             run_root=run_root({}),
             profiles=" ".join(sorted(path.stem for path in (find_code_root() / PROFILES).glob("*.yaml"))),
-            switches="|".join(_switches(loaded)),
+            switches="|".join(sorted(switches)),
             bare=_cases(bare),
         ),
         end="",
@@ -90,12 +92,6 @@ def _choices(commands: dict[str, Command]) -> dict[str, tuple[str, ...]]:
         if values := _TRUTH if entry["type"] == "bool" else entry.get("choices"):
             choices.setdefault(f"--{name}", tuple(map(str, values)))
     return choices
-
-
-def _switches(commands: dict[str, Command]) -> list[str]:
-    """Return the sorted flags of all options without a value."""
-    options = itertools.chain(*(item.all_options() for item in commands.values()))
-    return sorted({name for names, settings in options for name in names if settings.get("action") == "store_true"})
 
 
 def _cases(words: dict[str, str]) -> str:
