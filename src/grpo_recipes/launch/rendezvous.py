@@ -229,8 +229,10 @@ class MeetingChannel:
         rank: int = worker["rank"]
         problem = ""
         with self._changing:
-            if worker["command"] != self._command:
-                problem = _describe_difference(rank, worker["command"], self._command)
+            if (command := worker["command"]) != self._command:
+                name = next((name for name, value in self._command.items() if command.get(name) != value), "command")
+                values = f"{name} {command.get(name)!r}", repr(self._command.get(name))
+                problem = f"node {rank} was started with {values[0]}, node 0 with {values[1]}"
                 self._error = config_error(f"node {rank}", problem, "start every node with the same command")
             elif not isinstance(rank, int) or not 0 < rank < self._meeting.nodes or rank in self._connections:
                 problem = f"node {rank} is already connected"
@@ -338,14 +340,10 @@ def _key_file(folder: Path) -> Iterator[tuple[Path, bytes]]:
     Remove the file at the end of the block. Raise ConfigError if the folder can't be written.
     """
     file, key = folder.absolute() / f"{_KEY_PREFIX}{secrets.token_hex(8)}", secrets.token_bytes(32)
-
-    def to_config_error(error: OSError) -> ConfigError:
-        """Return a ConfigError for a run_root that can't be written."""
-        return config_error(
-            "run_root", f"cannot write in {display_path(folder)} ({error.strerror})", "set run_root: FOLDER"
-        )
-
-    with translate_errors(OSError, to_config_error):
+    problem = f"cannot write in {display_path(folder)}"
+    with translate_errors(
+        OSError, lambda error: config_error("run_root", f"{problem} ({error.strerror})", "set run_root: FOLDER")
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as key_file:
             key_file.write(key)
@@ -357,21 +355,12 @@ def _key_file(folder: Path) -> Iterator[tuple[Path, bytes]]:
 
 def _open_listener(meeting: Meeting) -> socket.socket:
     """Listen at the master address and return the socket; raise ConfigError if the address can't be used."""
-
-    def to_config_error(error: OSError) -> ConfigError:
-        """Return a ConfigError for an address that can't be used."""
-        fault = f"cannot listen at {meeting.endpoint} ({os.strerror(error.errno or 0)})"
-        return config_error("--master-port", fault, "choose another --master-port on every node")
-
-    with translate_errors(OSError, to_config_error):
+    problem, fix = f"cannot listen at {meeting.endpoint}", "choose another --master-port on every node"
+    with translate_errors(
+        OSError,
+        lambda error: config_error("--master-port", f"{problem} ({os.strerror(error.errno or 0)})", fix),
+    ):
         return socket.create_server((meeting.address, meeting.port), backlog=64)
-
-
-def _describe_difference(rank: int, command: Mapping[str, Any], command_of_node_0: Mapping[str, Any]) -> str:
-    """Describe the first option that differs between the commands of a node and node 0."""
-    name = next((name for name, value in command_of_node_0.items() if command.get(name) != value), "command")
-    values = f"{name} {command.get(name)!r}", repr(command_of_node_0.get(name))
-    return f"node {rank} was started with {values[0]}, node 0 with {values[1]}"
 
 
 def _compute_proof(key: bytes, sender: str, nonce: str, text: str) -> str:

@@ -163,7 +163,10 @@ def is_finished(run: Run, recipe: Recipe, options: Options) -> bool:
     summary, newest = run.summary, find_newest_complete(run.folder / "checkpoints")
     flags = {*options.keys, *(key for key, _ in read_flags(options.flags, []))}
     limit = "max_steps" if recipe.batch.max_steps > 0 else "num_train_epochs"
-    if recipe[limit] <= _read_trained(run)[limit]:
+    rows = rundir.read_metrics(run.folder, lenient=True)
+    epochs = max((row["epoch"] for row in rows if isinstance(row.get("epoch"), int | float)), default=0.0)
+    trained = {"max_steps": summary.get("steps", 0), "num_train_epochs": epochs}
+    if recipe[limit] <= trained[limit]:
         flags -= {"max_steps", "num_train_epochs"}  # these steps are done, and max_steps takes precedence over epochs
     requests_change = flags or options.update_rewards or "error" in (summary.get("published") or {})
     # The user may have removed newer checkpoints.
@@ -175,13 +178,6 @@ def is_finished(run: Run, recipe: Recipe, options: Options) -> bool:
         limit = "early_stopping_patience"
     say(f"{display_path(run.folder)} has completed its {summary.get('steps')} steps; raise --{limit} to train further")
     return True
-
-
-def _read_trained(run: Run) -> dict[str, float]:
-    """Return the steps and epochs that a run has trained, as ``max_steps`` and ``num_train_epochs``."""
-    rows = rundir.read_metrics(run.folder, lenient=True)
-    epochs = max((row["epoch"] for row in rows if isinstance(row.get("epoch"), int | float)), default=0.0)
-    return {"max_steps": run.summary.get("steps", 0), "num_train_epochs": epochs}
 
 
 def _require_changed_rewards(run: Run, recipe: Recipe) -> None:

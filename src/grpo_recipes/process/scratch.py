@@ -32,7 +32,7 @@ from typing import Any
 
 import psutil
 
-from grpo_recipes.errors import ConfigError, config_error, translate_errors
+from grpo_recipes.errors import config_error, translate_errors
 from grpo_recipes.paths import is_locked
 from grpo_recipes.process.reports import format_bytes
 from grpo_recipes.process.tree import descendants
@@ -86,13 +86,12 @@ def make_scratch(environment: Mapping[str, str]) -> Scratch:
     ConfigError if the folders can't be created, for example on a full disk.
     """
     node = node_folder(environment)
-
-    def to_config_error(error: OSError) -> ConfigError:
-        """Return a ConfigError for folders that can't be created."""
-        fix = "free space there, or set TMPDIR to another disk of the node"
-        return config_error("TMPDIR", f"cannot create the run's folder in {node} ({error.strerror})", fix)
-
-    with translate_errors(OSError, to_config_error), contextlib.ExitStack() as undo:
+    problem = f"cannot create the run's folder in {node}"
+    fix = "free space there, or set TMPDIR to another disk of the node"
+    as_config_error = translate_errors(
+        OSError, lambda error: config_error("TMPDIR", f"{problem} ({error.strerror})", fix)
+    )
+    with as_config_error, contextlib.ExitStack() as undo:
         disk = Path(tempfile.mkdtemp(prefix="grpo-", dir=node))
         undo.callback(shutil.rmtree, disk, ignore_errors=True)
         memory = SHARED_MEMORY / disk.name

@@ -205,14 +205,13 @@ def is_same_answer(answer: str, gold: str) -> bool:
 
 
 def have_equal_values(first: Answer, second: Answer) -> bool:
-    """Return whether two answers have the same value, and units and variables that do not contradict each other."""
-    return first.value == second.value and first.value != "" and have_compatible_units(first, second)
+    """Return whether two answers have the same value, and units and variables that do not contradict each other.
 
-
-def have_compatible_units(first: Answer, second: Answer) -> bool:
-    """Return whether two answers have equal units and equal variables. A missing unit or variable equals any other."""
+    A missing unit or variable equals any other.
+    """
     units_agree = not first.unit or not second.unit or first.unit == second.unit
-    return units_agree and (not first.variable or not second.variable or first.variable == second.variable)
+    variables_agree = not first.variable or not second.variable or first.variable == second.variable
+    return first.value == second.value and first.value != "" and units_agree and variables_agree
 
 
 def is_same_choice(answer: str, gold: str, equal: Callable[[str, str], bool]) -> bool:
@@ -332,7 +331,9 @@ def _parse_answer(text: str, depth: int) -> Answer:
     items = [_parse_answer(strip_braces(item_text), depth + 1) for item_text in item_texts] if is_list else []
     if not items or any(item.value == "" for item in items):
         text, unit = split_trailing_unit(text)
-        return Answer(_normalize_spelling(text), unit, variable)
+        # Normal spelling: no spaces around signs, x_1 for x_{1}, words in lower case.
+        text = _SHORT_SCRIPT.sub(r"\1\2", _PUNCTUATION.sub(r"\1", text).removeprefix("+"))
+        return Answer(_LETTERS.sub(lambda match: match[0].lower(), text), unit, variable)
     if not brackets:  # in `x=1, 2`, both items belong to x
         variable = variable or ("" if any(item.variable for item in items[1:]) else items[0].variable)
         items, variable = [item if item.variable else replace(item, variable=variable) for item in items], ""
@@ -351,12 +352,6 @@ def _split_variable(text: str) -> tuple[str, str]:
     if "=" in value and _SEPARATOR.search(value):
         variable, value = "", text
     return variable, _APPROXIMATELY.split(value)[0].strip() or value
-
-
-def _normalize_spelling(text: str) -> str:
-    r"""Return a text with normal spelling: no spaces around signs, ``x_1`` for ``x_{1}``, words in lower case."""
-    text = _PUNCTUATION.sub(r"\1", text).removeprefix("+")
-    return _LETTERS.sub(lambda match: match[0].lower(), _SHORT_SCRIPT.sub(r"\1\2", text))
 
 
 def _parse_scientific(text: str, variable: str) -> Answer | None:

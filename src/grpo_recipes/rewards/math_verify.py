@@ -51,22 +51,16 @@ def math_verify(completions: list[Any], answer: list[Any], **_: Any) -> list[flo
     ``\boxed{…}``. If the reference solution has a ``\boxed{…}``, only its last one is compared. Return None if the
     reference solution cannot be read, unless the answer is the same text.
     """
-    rows = zip(completions, answer, strict=True)
-    return [
-        _score_text(answers.extract_final_text(completion), answers.format_solution(gold)) for completion, gold in rows
-    ]
-
-
-def _score_text(text: str, solution: str) -> float | None:
-    """Return 1.0 if the answer in ``text`` equals the reference solution, otherwise 0.0.
-
-    Return None instead of 0.0 if the reference solution cannot be read.
-    """
-    answer, gold = answers.extract_last_answer(text), answers.extract_reference_answer(solution)
-    answer = answers.extract_last_boxed(text) if answer is None else answer
-    if answer is not None and (answers.is_same_answer(answer, solution) or is_equal_answer(answer, gold)):
-        return 1.0
-    return 0.0 if _is_readable(answers.normalize(gold)) else None
+    scores: list[float | None] = []
+    for completion, row_solution in zip(completions, answer, strict=True):
+        text, solution = answers.extract_final_text(completion), answers.format_solution(row_solution)
+        candidate, gold = answers.extract_last_answer(text), answers.extract_reference_answer(solution)
+        candidate = answers.extract_last_boxed(text) if candidate is None else candidate
+        if candidate is not None and (answers.is_same_answer(candidate, solution) or is_equal_answer(candidate, gold)):
+            scores.append(1.0)
+        else:
+            scores.append(0.0 if _is_readable(answers.normalize(gold)) else None)
+    return scores
 
 
 def is_equal_answer(answer: str, gold: str) -> bool:
@@ -135,24 +129,17 @@ def _find_solution_set(answer: answers.Answer) -> Any:
 def _write_with_variable(answer: answers.Answer, compared: answers.Answer) -> str:
     """Return an answer as LaTeX, with ``VARIABLE=`` before it only if the compared answer has another variable.
 
-    Then ``y=2x`` does not equal ``x=2x``. A tuple is written as a matrix if the compared answer is one.
+    Then ``y=2x`` does not equal ``x=2x``. A tuple is written as a matrix if the compared answer is one. Each item is a
+    row, e.g. ``[[1, 2], [3, 4]]`` has two. If the compared matrix has a single row, all items are in one row.
     """
     is_equation = compared.variable or (isinstance(compared.value, str) and "=" in compared.value)
     needs_variable = answer.variable and is_equation and compared.variable != answer.variable
-    latex = _write_matrix(answer, str(compared.value)) or _write_latex(answer)
+    latex, compared_text = _write_latex(answer), str(compared.value)
+    if "matrix}" in compared_text and isinstance(answer.value, tuple) and answer.brackets in ("()", "[]"):
+        rows = [_write_latex(replace(item, brackets="")).replace(", ", "&") for item in answer.value]
+        separator = r"\\" if r"\\" in compared_text else "&"
+        latex = rf"\begin{{pmatrix}}{separator.join(rows)}\end{{pmatrix}}"
     return f"{answer.variable}={latex}" if needs_variable else latex
-
-
-def _write_matrix(answer: answers.Answer, compared: str) -> str | None:
-    r"""Return a tuple in parentheses or brackets as a LaTeX matrix if ``compared`` is a matrix in LaTeX, else None.
-
-    Each item is a row, e.g. ``[[1, 2], [3, 4]]`` has two. If ``compared`` has a single row, all items are in one row.
-    """
-    if "matrix}" not in compared or not isinstance(answer.value, tuple) or answer.brackets not in ("()", "[]"):
-        return None
-    rows = [_write_latex(replace(item, brackets="")).replace(", ", "&") for item in answer.value]
-    separator = r"\\" if r"\\" in compared else "&"
-    return rf"\begin{{pmatrix}}{separator.join(rows)}\end{{pmatrix}}"
 
 
 @functools.lru_cache(maxsize=1024)  # completions of one prompt often agree
@@ -229,29 +216,22 @@ def _surely_differ(first: Any, second: Any) -> bool:
 def _parse_expression(text: str) -> tuple[Any, ...]:
     """Parse an answer to a sympy object; return a tuple with it, or () if the answer can't be parsed; cached.
 
-    Raise MemoryError.
+    Decimals become fractions, and the symbol ``i`` becomes the imaginary unit. Raise MemoryError.
     """
     try:
         latex = normalize_latex(to_latex(text), _NORMALIZATION)
         if _SIDE_BY_SIDE.search(latex):
             return ()
         is_real = not should_treat_as_complex(latex)
-        return (_make_exact(latex2sympy(latex, is_real=is_real, convert_degrees=False, normalization_config=None)),)
+        parsed = latex2sympy(latex, is_real=is_real, convert_degrees=False, normalization_config=None)
+        replacements: dict[Any, Any] = {number: sympy.Rational(str(number)) for number in parsed.atoms(sympy.Float)}
+        if not parsed.has(sympy.Sum, sympy.Product):  # there, ``i`` stays a symbol
+            replacements |= {symbol: sympy.I for symbol in parsed.free_symbols if symbol.name == "i"}
+        return (parsed.xreplace(replacements) if replacements else parsed,)
     except MemoryError:
         raise
     except Exception:  # the parser raises any exception, RecursionError included
         return ()
-
-
-def _make_exact(parsed: Any) -> Any:
-    """Return a sympy object with fractions instead of decimals, and the imaginary unit instead of the symbol ``i``.
-
-    In sums and products ``i`` stays a symbol.
-    """
-    numbers: dict[Any, Any] = {number: sympy.Rational(str(number)) for number in parsed.atoms(sympy.Float)}
-    if not parsed.has(sympy.Sum, sympy.Product):
-        numbers |= {symbol: sympy.I for symbol in parsed.free_symbols if symbol.name == "i"}
-    return parsed.xreplace(numbers) if numbers else parsed
 
 
 def _write_latex(answer: answers.Answer) -> str:

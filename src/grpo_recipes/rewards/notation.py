@@ -102,7 +102,9 @@ def clean_answer(text: str) -> str:
     Unicode signs become LaTeX, and repeating decimals become fractions.
     """
     if not text.isascii():
-        text = _replace_unicode(text)
+        for pattern, sign, plain in _SCRIPTS:
+            text = pattern.sub(functools.partial(_replace_scripts, sign, plain), text)
+        text = text.translate(_CHARACTERS)
     latex = "\\" in text
     if latex and r"\\" in text and r"\begin" not in text:
         text = _DOUBLED.sub("", text)
@@ -127,13 +129,6 @@ def _convert_repeating_decimal(match: re.Match[str]) -> str:
     start = match["whole"] + match["fixed"]
     above = int(start + block) - int(start or "0")
     return rf"\frac{{{above}}}{{{'9' * len(block)}{'0' * len(match['fixed'])}}}"
-
-
-def _replace_unicode(text: str) -> str:
-    r"""Return a text with LaTeX instead of Unicode mathematics: ``\frac{1}{2}`` for ``½``, ``x^{2}`` for ``x²``."""
-    for pattern, sign, plain in _SCRIPTS:
-        text = pattern.sub(functools.partial(_replace_scripts, sign, plain), text)
-    return text.translate(_CHARACTERS)
 
 
 def _replace_scripts(sign: str, plain: dict[int, int], match: re.Match[str]) -> str:
@@ -228,7 +223,11 @@ def _translate_token(token: str, text: str, end: int, before: list[str]) -> tupl
     """
     name = _OTHER_NAMES.get(token.lstrip("\\"), token.lstrip("\\"))
     if name in ("sqrt", "cbrt"):
-        return _translate_root(name, text, end)
+        degree = "[3]" if name == "cbrt" else ""
+        if text.startswith("[", end) and (close := find_closing_bracket(text, end, "[]")) > 0:
+            degree, end = text[end : close + 1], close + 1
+        radicand, end = _translate_argument(text, end)
+        return rf"\sqrt{degree}{{{radicand}}}", end
     if name == "frac" and token != name:
         above, end = _translate_argument(text, end)
         below, end = _translate_argument(text, end)
@@ -257,18 +256,6 @@ def _translate_argument(text: str, start: int) -> tuple[str, int]:
     if piece is None:
         return "", start
     return _translate_token(piece[1], text, piece.end(), [])
-
-
-def _translate_root(name: str, text: str, end: int) -> tuple[str, int]:
-    r"""Translate a root to LaTeX; return it with the index after it: ``\sqrt[3]{x}`` for ``cbrt(x)``.
-
-    ``name`` is ``sqrt`` or ``cbrt``, and ``end`` the index in ``text`` after it.
-    """
-    degree = "[3]" if name == "cbrt" else ""
-    if text.startswith("[", end) and (close := find_closing_bracket(text, end, "[]")) > 0:
-        degree, end = text[end : close + 1], close + 1
-    radicand, end = _translate_argument(text, end)
-    return rf"\sqrt{degree}{{{radicand}}}", end
 
 
 def _translate_script(sign: str, text: str, end: int) -> tuple[str, int]:

@@ -180,7 +180,8 @@ class RewardPool:
                     if len(self._list_busy_children()) < self.workers and (rows := self._take_next_rows(child, reward)):
                         row_columns = [{name: values[row] for name, values in selected.items()} for row in rows]
                         row_seeds = [seeds[row] if seeds else None for row in rows]
-                        limit = self._compute_time_limit(child, reward, rows[0])
+                        extra = 0.0 if reward in child.called else self._paces[reward].extra_for_first
+                        limit = self.timeout * (1 + self._count_calls_to_repeat(child, rows[0])) + extra
                         child.call(reward, rows, row_columns, row_seeds, limit)
                         self._homes |= {self._row_names[row]: child for row in rows if self._row_names}
                 self._enforce_memory_limit()  # before the wait, since quick rows are answered after it
@@ -207,11 +208,6 @@ class RewardPool:
         for row in rows:
             self._open_rows.remove(row)
         return rows
-
-    def _compute_time_limit(self, child: _Child, reward: str, row: int) -> float:
-        """Return the seconds a child has for a row: the time limit, plus time for a first and for repeated calls."""
-        extra = 0.0 if reward in child.called else self._paces[reward].extra_for_first
-        return self.timeout * (1 + self._count_calls_to_repeat(child, row)) + extra
 
     def _count_calls_to_repeat(self, child: _Child, row: int) -> int:
         """Return how many earlier calls of a row's name this child must repeat, since another child made them."""

@@ -200,19 +200,13 @@ def describe_error(error: BaseException) -> str:
         return error.problems[0].what  # without its fix, since the caller adds a fix
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}"[:_LONGEST_REASON] if lines else type(error).__name__
-    return f"{NO_ANSWER} ({text})" if _is_connection_error(error) else text
-
-
-def _is_connection_error(error: BaseException | None) -> bool:
-    """Return whether an exception, or one that caused it, is a failed connection.
-
-    Class names such as ``ConnectionError`` decide, since each client library has its own class.
-    """
-    while error is not None:
-        if any(kind.__name__.endswith(("ConnectionError", "gaierror")) for kind in type(error).__mro__):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    cause: BaseException | None = error  # the error, or an error that caused it
+    while cause is not None:
+        # Class names such as ``ConnectionError`` decide, since each client library has its own class.
+        if any(kind.__name__.endswith(("ConnectionError", "gaierror")) for kind in type(cause).__mro__):
+            return f"{NO_ANSWER} ({text})"
+        cause = cause.__cause__ or cause.__context__
+    return text
 
 
 class RewardWrapper:

@@ -56,13 +56,24 @@ def register() -> None:
 
 
 def _adapt_to_cpu(in_server: bool) -> None:
-    """On CPU, keep linear weights as they are loaded, and in a server let vLLM fork its engine."""
+    """On CPU, keep linear weights as they are loaded, and in a server let vLLM fork its engine.
+
+    vLLM's CPU build packs each weight into a private copy at load time and multiplies with that copy. With tied
+    embeddings, a reload does not update the copy: the server answers 200 and computes with old weights. Without
+    packing, a reload changes the matrix product, and the guard can read the weights. Raise RuntimeError if this vLLM
+    has no function that packs weights.
+    """
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
-        _keep_linear_weights()
-        if in_server:
-            _fork_engine(type(current_platform))
+    if not current_platform.is_cpu():
+        return
+    import vllm.model_executor.layers.utils as layer_utils
+
+    if not hasattr(layer_utils, "dispatch_cpu_unquantized_gemm"):
+        raise RuntimeError("this vLLM has no dispatch_cpu_unquantized_gemm: the CPU plug-in does not fit it")
+    layer_utils.dispatch_cpu_unquantized_gemm = _use_plain_linear
+    if in_server:
+        _fork_engine(type(current_platform))
 
 
 def _fork_engine(platform: Any) -> None:
@@ -96,20 +107,6 @@ def _prepare_server_process() -> None:
     """Let this process dump its stacks on SIGUSR2 and die with its parent."""
     dump_stacks_on_signal(Path(os.environ["GRPO_RUN_DIR"]), f"server_{os.getpid()}")
     die_with_parent(os.getppid(), signal.SIGKILL)
-
-
-def _keep_linear_weights() -> None:
-    """Do not pack linear weights, so that a reload changes the matrix product and the guard can read them.
-
-    vLLM's CPU build packs each weight into a private copy at load time and multiplies with that copy. With tied
-    embeddings, a reload does not update the copy: the server answers 200 and computes with old weights. Raise
-    RuntimeError if this vLLM has no function that packs weights.
-    """
-    import vllm.model_executor.layers.utils as layer_utils
-
-    if not hasattr(layer_utils, "dispatch_cpu_unquantized_gemm"):
-        raise RuntimeError("this vLLM has no dispatch_cpu_unquantized_gemm: the CPU plug-in does not fit it")
-    layer_utils.dispatch_cpu_unquantized_gemm = _use_plain_linear
 
 
 def _use_plain_linear(layer: Any, remove_weight: bool) -> None:
@@ -248,19 +245,6 @@ def _read_sync_number(file: Path) -> int:
         return int((weights.metadata() or {}).get(SYNC, 0))
 
 
-def _move_into_file(parameters: Mapping[str, torch.nn.Parameter], file: str) -> dict[str, dict[str, Any]]:
-    """Move parameters into a new memory-mapped ``file``; return the offset in bytes, shape and dtype of each."""
-    locations: dict[str, dict[str, Any]] = {}
-    size = 0
-    for name, parameter in parameters.items():
-        locations[name] = {"offset": size, "shape": list(parameter.shape), "dtype": _get_dtype_name(parameter.dtype)}
-        size += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
-    memory = map_memory(file, size)
-    for name, parameter in parameters.items():
-        parameter.data = view_tensor(memory, locations[name]).copy_(parameter.data)
-    return locations
-
-
 class WeightReport:
     """A mixin of vLLM's worker that loads and reports weights; the trainer calls it through ``WORKERS_PATH``."""
 
@@ -332,7 +316,14 @@ class WeightReport:
         if gpu:
             locations = {name: export_tensor(parameter.data) for name, parameter in parameters.items()}
         else:
-            locations = _move_into_file(parameters, file)
+            locations, end = {}, 0
+            for name, parameter in parameters.items():
+                dtype = _get_dtype_name(parameter.dtype)
+                locations[name] = {"offset": end, "shape": list(parameter.shape), "dtype": dtype}
+                end += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
+            memory = map_memory(file, end)
+            for name, parameter in parameters.items():
+                parameter.data = view_tensor(memory, locations[name]).copy_(parameter.data)
         size = sum(parameter.nbytes for parameter in parameters.values())
         self._grpo_sync = sync
         _LOGGER.info("grpo: %d bytes of weights are shared with the trainer", size)

@@ -11,7 +11,6 @@ for which this is not true keep TRL's order.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -46,29 +45,35 @@ class MicroBatches:
         self._token_means = _TOKEN_MEANS + (_TOKEN_LEVEL if args.importance_sampling_level == "token" else ())
 
     def sort(self, parts: list[Rows]) -> list[Rows]:
-        """Return the micro-batches of a generation with the rows of each step sorted. Called by every rank.
+        """Return the micro-batches of a generation with the rows of each step sorted, and ``TOKENS`` added to each.
 
-        The longest rows come first: a run that does not fit in memory fails in its first pass. Return ``parts`` as they
-        are without ``trim_padding``, if the order matters, with images, or if a step has one micro-batch.
+        Called by every rank. The longest rows come first: a run that does not fit in memory fails in its first pass.
+        Return ``parts`` as they are without ``trim_padding``, if the order matters, with images, or if a step has one
+        micro-batch.
         """
         if not self._sorts or self._window == 1 or "num_images" in parts[0]:
             return parts
-        steps = [parts[start : start + self._window] for start in range(0, len(parts), self._window)]
-        return [rows for step in steps for rows in self._sort_step(step)]
-
-    def _sort_step(self, parts: Sequence[Rows]) -> list[Rows]:
-        """Return the micro-batches of an optimizer step with its rows sorted by length, each with ``TOKENS`` added."""
-        step = {name: _join_values([part[name] for part in parts]) for name in parts[0]}
-        lengths_B = step["prompt_mask"].sum(dim=1) + step["completion_mask"].sum(dim=1)
-        order_B = lengths_B.argsort(descending=True, stable=True)
-        groups = [
-            {name: value[rows_b] if torch.is_tensor(value) and value.ndim else value for name, value in step.items()}
-            for rows_b in order_B.chunk(len(parts))
-        ]
-        counts = [trained_mask(rows).sum() for rows in groups]
-        counts_M = self._accelerator.reduce(torch.stack(counts).float(), reduction="sum")
-        relative_M = counts_M / counts_M.mean().clamp(min=1.0)
-        return [rows | {TOKENS: relative} for rows, relative in zip(groups, relative_M.tolist(), strict=True)]
+        batches: list[Rows] = []
+        for start in range(0, len(parts), self._window):
+            step_parts = parts[start : start + self._window]
+            step = dict(step_parts[0])  # scalars and lists are equal in all micro-batches
+            for name, value in step_parts[0].items():
+                if torch.is_tensor(value) and value.ndim:
+                    step[name] = torch.cat([part[name] for part in step_parts])
+            lengths_B = step["prompt_mask"].sum(dim=1) + step["completion_mask"].sum(dim=1)
+            order_B = lengths_B.argsort(descending=True, stable=True)
+            groups = [
+                {
+                    name: value[rows_b] if torch.is_tensor(value) and value.ndim else value
+                    for name, value in step.items()
+                }
+                for rows_b in order_B.chunk(len(step_parts))
+            ]
+            counts = [trained_mask(rows).sum() for rows in groups]
+            counts_M = self._accelerator.reduce(torch.stack(counts).float(), reduction="sum")
+            relative_M = counts_M / counts_M.mean().clamp(min=1.0)
+            batches += [rows | {TOKENS: relative} for rows, relative in zip(groups, relative_M.tolist(), strict=True)]
+        return batches
 
     def weight_token_means(self, metrics: dict[str, list[float]], rows: Rows) -> None:
         """Multiply TRL's last logged means over tokens by the micro-batch's relative number of tokens.
@@ -94,10 +99,3 @@ def needs_trl_order(args: GRPOConfig) -> bool:
         or args.top_entropy_quantile < 1.0
         or "lomo" in args.optim
     )
-
-
-def _join_values(values: Sequence[Any]) -> Any:
-    """Concatenate tensors of micro-batches. Scalars and lists are equal in all of them, so return the first."""
-    if torch.is_tensor(values[0]) and values[0].ndim:
-        return torch.cat(list(values))
-    return values[0]

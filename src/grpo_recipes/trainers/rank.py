@@ -102,15 +102,15 @@ def _find_user_line(error: BaseException) -> str:
     return ""
 
 
-def wait_for_all_ranks(run_dir: Path, device: torch.device, seconds: float | None = None) -> None:
+def wait_for_all_ranks(run_dir: Path, device: torch.device) -> None:
     """Wait until all ranks have arrived here. Raise RuntimeError if one is missing, for example on a broken network.
 
-    With gloo, the error names the missing ranks and their nodes. ``seconds`` is the time limit, by default the plan's.
+    With gloo, the error names the missing ranks and their nodes. The time limit is the plan's.
     Without torch.distributed, return at once. Ranks may import torch and TRL from a cold file system.
     """
     if not torch.distributed.is_initialized():
         return
-    seconds = seconds or read_json(run_dir / "plan.json").get("meeting_timeout", MEETING_SECONDS)
+    seconds: float = read_json(run_dir / "plan.json").get("meeting_timeout", MEETING_SECONDS)
     limit, backend = datetime.timedelta(seconds=seconds), torch.distributed.get_backend()
 
     def name_missing_ranks(error: RuntimeError) -> RuntimeError:

@@ -41,7 +41,12 @@ def write_samples(
     samples = []
     for row in choose_rows(totals, group_size, len(answers), trainer.args.report_samples, recurring):
         answer = answers[row - row % group_size]
-        episode = {"episode": _shorten_episode(episodes[row])} if episodes else {}
+        extent: dict[str, Any] = {}
+        if episodes:
+            extent = {"episode": _shorten_episode(episodes[row])}
+        elif row < len(completion_ids) and (ids := completion_ids[row]):  # not empty, and not of another rank
+            ends = [*trainer.eos_token_ids, trainer._tokenizer.pad_token_id]  # as in TRL's metrics
+            extent = {"tokens": len(ids), "truncated": ids[-1] not in ends}
         samples.append(
             {
                 "prompt": _format_text(prompts[row], roles=True),
@@ -50,22 +55,11 @@ def write_samples(
                 "reward": totals[row],
                 "rewards": dict(zip(names, map(_round_or_none, rewards_BR[row].tolist()), strict=True)),
                 "advantage": _round_or_none(advantages[row]),
-                **(episode or _measure_length(trainer, completion_ids, row)),
+                **extent,
                 **_record_tokens(trainer, completion_ids, output, row),
             }
         )
     append_json(file, {"step": trainer.state.global_step + 1, "rewards": totals, "samples": samples})
-
-
-def _measure_length(trainer: InnerTrainer, completion_ids: list[list[int]], row: int) -> dict[str, Any]:
-    """Return ``tokens``, the length of a completion, and ``truncated``, whether it has no end token at its end.
-
-    Return {} if it is empty or of another rank.
-    """
-    if row >= len(completion_ids) or not completion_ids[row]:
-        return {}
-    ends = [*trainer.eos_token_ids, trainer._tokenizer.pad_token_id]  # as in TRL's metrics
-    return {"tokens": len(completion_ids[row]), "truncated": completion_ids[row][-1] not in ends}
 
 
 def _record_tokens(
@@ -81,8 +75,15 @@ def _record_tokens(
     tokenizer, ids = trainer._tokenizer, completion_ids[row] if row < len(completion_ids) else []
     if not ids or contains_secret(tokenizer.decode(ids)):
         return {}
-    texts = _decode_each(tokenizer, ids[:_MOST_TOKENS])
-    length = len(texts)
+    shown_ids = ids[:_MOST_TOKENS]
+    distinct_ids, length = list(dict.fromkeys(shown_ids)), len(shown_ids)
+    decoded = tokenizer.batch_decode([[token] for token in distinct_ids], clean_up_tokenization_spaces=False)
+    text_of_id: dict[int, str] = {}
+    for token, name, text in zip(distinct_ids, tokenizer.convert_ids_to_tokens(distinct_ids), decoded, strict=True):
+        # SentencePiece drops the space at the start of a text. A token without a text, such as padding, shows its name.
+        space = " " if name.startswith("\u2581") and not text.startswith(" ") else ""
+        text_of_id[token] = space + text or name
+    texts = [text_of_id[token] for token in shown_ids]
     mask_BT = trained_mask(output)
     advantages = output["advantages"][row]  # of the row, or (T,) of its tokens
     advantage_T = advantages[:length] if advantages.ndim else advantages.expand(length)
@@ -97,19 +98,6 @@ def _record_tokens(
     if logprobs is not None:
         view["logprobs"] = " ".join(f"{logprob + 0.0:.3g}" for logprob in logprobs[row, :length].tolist())
     return {"token_view": view}
-
-
-def _decode_each(tokenizer: Any, ids: list[int]) -> list[str]:
-    """Return the text of each token. A token without a text, such as a padding token, has its name in the vocabulary.
-
-    SentencePiece drops the space at the start of a text, so it is added again.
-    """
-    distinct, texts = list(dict.fromkeys(ids)), dict[int, str]()
-    decoded = tokenizer.batch_decode([[token] for token in distinct], clean_up_tokenization_spaces=False)
-    for token, name, text in zip(distinct, tokenizer.convert_ids_to_tokens(distinct), decoded, strict=True):
-        space = " " if name.startswith("\u2581") and not text.startswith(" ") else ""
-        texts[token] = space + text or name
-    return [texts[token] for token in ids]
 
 
 def _read_first_prompts(file: Path) -> set[str]:

@@ -7,7 +7,6 @@ MLflow needs the id that it gave the run, so ``tracked.json`` records it. Only t
 import hashlib
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from grpo_recipes.recipe.trackers import SHARED_FOLDERS, TRACKERS
 from grpo_recipes.runs.rundir import CELLS, TRACKED, read_json
 
 _KEY_LENGTH, _SWANLAB_LENGTH = 32, 21  # characters of the ids that Comet and SwanLab accept
+_CLOSING = ("wandb", "trackio", "mlflow", "swanlab", "comet_ml")  # modules of trackers that have a run to end
 
 
 def continue_tracked_runs(args: GRPOConfig, run_dir: Path) -> None:
@@ -62,49 +62,22 @@ def close_trackers(code: int) -> None:
     MLflow marks the run as stopped or failed, depending on the exit code ``code``. An error of a tracker is
     printed: it must not hide how the run ended.
     """
-    for name, close in _CLOSING.items():
-        if (module := sys.modules.get(name)) is not None:
-            try:
-                close(module, code)
-            except Exception as error:
-                print(f"grpo: {name} was not closed ({type(error).__name__}: {error})", flush=True)
-
-
-def _close_wandb(wandb: Any, code: int) -> None:
-    """Finish the W&B run of this process, if there is one."""
-    if wandb.run is not None:
-        wandb.finish()
-
-
-def _close_trackio(trackio: Any, code: int) -> None:
-    """Finish the Trackio run of this process, if there is one."""
-    if trackio.context_vars.current_run.get() is not None:
-        trackio.finish()
-
-
-def _close_mlflow(mlflow: Any, code: int) -> None:
-    """End the active MLflow run, if there is one, as killed after a stop request (code 75), else as failed."""
-    if mlflow.active_run() is not None:
-        mlflow.flush_async_logging()
-        mlflow.end_run("KILLED" if code == EXIT_STOPPED else "FAILED")
-
-
-def _close_swanlab(swanlab: Any, code: int) -> None:
-    """Finish the SwanLab run of this process, if there is one."""
-    if swanlab.get_run() is not None:
-        swanlab.finish()
-
-
-def _close_comet(comet_ml: Any, code: int) -> None:
-    """End the running Comet experiment, if there is one."""
-    if (experiment := comet_ml.get_running_experiment()) is not None:
-        experiment.end()
-
-
-_CLOSING: dict[str, Callable[[Any, int], None]] = {
-    "wandb": _close_wandb,
-    "trackio": _close_trackio,
-    "mlflow": _close_mlflow,
-    "swanlab": _close_swanlab,
-    "comet_ml": _close_comet,
-}
+    for name in _CLOSING:
+        tracker: Any = sys.modules.get(name)
+        if tracker is None:
+            continue
+        try:
+            match name:
+                case "wandb" if tracker.run is not None:
+                    tracker.finish()
+                case "trackio" if tracker.context_vars.current_run.get() is not None:
+                    tracker.finish()
+                case "mlflow" if tracker.active_run() is not None:
+                    tracker.flush_async_logging()
+                    tracker.end_run("KILLED" if code == EXIT_STOPPED else "FAILED")
+                case "swanlab" if tracker.get_run() is not None:
+                    tracker.finish()
+                case "comet_ml" if (experiment := tracker.get_running_experiment()) is not None:
+                    experiment.end()
+        except Exception as error:
+            print(f"grpo: {name} was not closed ({type(error).__name__}: {error})", flush=True)

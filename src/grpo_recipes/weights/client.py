@@ -113,6 +113,9 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         embeddings: Any = trainer.model.get_input_embeddings()
         self.vocabulary = embeddings.num_embeddings
 
+    def init_communicator(self, device: torch.device | str | int = 0) -> None:
+        """Do nothing: the server reads files, or shares its memory. A method with another channel overrides it."""
+
     def sync_model(self, model: nn.Module) -> None:
         """Make the server use this model's weights. Implemented by methods with ``streams = False``."""
         raise NotImplementedError

@@ -27,9 +27,6 @@ class FileClient(BridgeClient):
 
     bridge = "file"
 
-    def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """Do nothing: the server reads files, so no channel is needed."""
-
     def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
         """Write the weights with the number of this sync, and let the server load the file."""
         self._sync += 1

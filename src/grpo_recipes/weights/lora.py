@@ -60,9 +60,6 @@ class LoraClient(BridgeClient):
         finally:
             self.samples_base = outside
 
-    def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """Do nothing: the server reads files."""
-
     def sync_model(self, model: nn.Module) -> None:
         """Write the adapter, let the server load it, verify it, and delete the previous adapter's folder."""
         assert isinstance(model, PeftModel)
@@ -96,27 +93,24 @@ class LoraClient(BridgeClient):
         link.replace(self._link)
 
     def _resend(self) -> None:
-        """Let the server load the adapter that the link points to; register its name first on a new server."""
-        if ADAPTER not in (self.served_names() or ()):
-            self._register_adapter()
-        self.call_workers("grpo_load_adapter", folder=str(self._link), lora_id=self._lora_id)
+        """Let the server load the adapter that the link points to; on a new server, first register its name.
 
-    def _register_adapter(self) -> None:
-        """Load the adapter by vLLM's own request, which assigns its name and id, and store both for later requests.
-
-        Raise BadAnswer if the server rejects it, or if its workers use different ids.
+        vLLM's own request assigns name and id, which later requests use. Raise BadAnswer if the server rejects it, or
+        if its workers use different ids.
         """
-        request = {"lora_name": ADAPTER, "lora_path": str(self._link)}
-        answer = self.session.post(f"{self.base_url}{_LOAD_PATH}", json=request)  # the answer is plain text
-        if answer.status_code != 200:
-            text = " ".join(answer.text[:500].split())
-            raise self._make_bad_answer(_LOAD_PATH, f"answered {answer.status_code}: {text}")
-        with self._translate_parse_errors(WORKERS_PATH):
-            ids = {max(ids) for workers in self.call_workers("grpo_adapters") for ids in workers}
-            if len(ids) > 1:
-                raise ValueError(f"the adapter has the ids {sorted(ids)} in different workers")
-            (self._lora_id,) = ids
-        self.model = ADAPTER
+        if ADAPTER not in (self.served_names() or ()):
+            request = {"lora_name": ADAPTER, "lora_path": str(self._link)}
+            answer = self.session.post(f"{self.base_url}{_LOAD_PATH}", json=request)  # the answer is plain text
+            if answer.status_code != 200:
+                text = " ".join(answer.text[:500].split())
+                raise self._make_bad_answer(_LOAD_PATH, f"answered {answer.status_code}: {text}")
+            with self._translate_parse_errors(WORKERS_PATH):
+                ids = {max(ids) for workers in self.call_workers("grpo_adapters") for ids in workers}
+                if len(ids) > 1:
+                    raise ValueError(f"the adapter has the ids {sorted(ids)} in different workers")
+                (self._lora_id,) = ids
+            self.model = ADAPTER
+        self.call_workers("grpo_load_adapter", folder=str(self._link), lora_id=self._lora_id)
 
     def _verify(self) -> None:
         """With the guard, compare the adapter and, once per server, the base model, and set ``checksum_error``."""

@@ -20,7 +20,7 @@ class NcclClient(BridgeClient):
         """Form the group as TRL does, in its own phase: NCCL waits without a limit for a side that never joins."""
         phase = PhaseFile(self._run_dir, int(os.environ.get("RANK", "0")))
         phase.enter("connect", 0)
-        super().init_communicator(device)
+        super(BridgeClient, self).init_communicator(device)
         phase.enter("start", 0)
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:

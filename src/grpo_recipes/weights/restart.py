@@ -10,8 +10,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from grpo_recipes.runs.rundir import NEWEST_MODEL, read_json
 from grpo_recipes.trainer_protocol import Trainer
 from grpo_recipes.weights.client import BridgeClient, Metadata, NamedTensors
@@ -31,9 +29,6 @@ class RestartClient(BridgeClient):
     def __init__(self, **kwargs: Any) -> None:
         self._saved_parts: list[Any] = []  # objects with ``save_pretrained``: configurations and tokenizer
         super().__init__(**kwargs)
-
-    def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """Do nothing: the server reads files when it starts."""
 
     def attach(self, trainer: Trainer) -> None:
         """Store the model's configs and the tokenizer, which each sync saves next to the weights."""

@@ -46,9 +46,6 @@ class SharedClient(BridgeClient):
         super().attach(trainer)
         trainer.add_callback(_PauseAroundStep(self, partial(trainer.add_metric, PAUSE)))
 
-    def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """Do nothing: the memory is shared at the first sync."""
-
     def sync_model(self, model: nn.Module) -> None:
         """Move the model into the server's memory at the first call, and verify the server's values at every call."""
         with self._ignoring_failures_while_stopping():
