@@ -128,8 +128,6 @@ class Episodes(Source):
         self.played = episodes = [self._make_episode(first + index, row) for index, row in enumerate(self._rows)]
         renderer = make_trainer_renderer(trainer)
         self._step_environments(episodes, trainer)
-        for episode in episodes:
-            self._append_messages(episode, renderer)
         move = 0
         while any(
             models_of_ranks := gather_object([Counter(episode.next_model for episode in episodes if episode.active)])
@@ -140,8 +138,6 @@ class Episodes(Source):
                 most_rows = max(counter[model] for counter in models_of_ranks)
                 self._sample_turns(model, moving, most_rows, f"{self._name}/turn{move}", trainer)
             self._step_environments(active, trainer)
-            for episode in active:
-                self._append_messages(episode, renderer)
             move += 1
         for episode, row in zip(episodes, self._rows, strict=True):
             row["prompt"][:] = episode.opening or row["prompt"]  # the prompt in tables of completions
@@ -217,39 +213,28 @@ class Episodes(Source):
         """Sample the next turn of each of these episodes with ``model``, and append the turns to the episodes.
 
         If ``model`` is "", append empty turns without sampling. Every rank must call this. ``most_rows`` is the largest
-        number of episodes on a rank.
+        number of episodes on a rank. Sampling seeds derive from the episodes' rows and from the generation's ``name``.
         """
         if not model:
             for episode in episodes:
                 episode.add_action([], [], "")
             return
         prompts, rows = [episode.context() for episode in episodes], [episode.row for episode in episodes]
-        with trainer.rollouts.using_base_model() if model == BASE else nullcontext():
-            samples, logprobs = self._sample(prompts, rows, most_rows, name, trainer)
+        # Some backends need the same number of rows on every rank. The samples of these fillers come last.
+        fillers = most_rows - len(prompts)
+        filler = prompts[0] if prompts else [trainer.processing_class.eos_token_id]
+        rows += [-1 - row for row in range(fillers)]
+        limit = trainer.sampling_with(max_completion_length=self.turn_tokens)
+        base_model = trainer.rollouts.using_base_model() if model == BASE else nullcontext()
+        with base_model, trainer.rollouts.named_generation(name, rows), limit:
+            samples, logprobs = trainer._generate_single_turn([*prompts, *[filler] * fillers], None, {}, 1)
         renderer = make_trainer_renderer(trainer)
         logprobs_of_rows: list[list[float] | None] = [*logprobs] if logprobs else [None] * len(episodes)
         for episode, ids, token_logprobs in zip(episodes, samples, logprobs_of_rows, strict=False):
             episode.add_action(list(ids), token_logprobs, renderer.text(list(ids)))
 
-    def _sample(
-        self, prompts: list[Tokens], rows: list[int], most_rows: int, name: str, trainer: SamplingTrainer
-    ) -> tuple[list[Tokens], list[list[float]] | None]:
-        """Sample a turn for each prompt with TRL's sampler; return the token ids, and the log-probs if they are known.
-
-        Some backends need the same number of rows on every rank. Therefore this rank adds fillers to its prompts, up to
-        ``most_rows``. The fillers' samples come last in the result, and the caller ignores them. ``rows`` are the
-        indices of the prompts in the batch of all ranks. Sampling seeds derive from ``rows`` and from the generation's
-        ``name``.
-        """
-        fillers = most_rows - len(prompts)
-        filler = prompts[0] if prompts else [trainer.processing_class.eos_token_id]
-        rows = [*rows, *[-1 - row for row in range(fillers)]]
-        limit = trainer.sampling_with(max_completion_length=self.turn_tokens)
-        with trainer.rollouts.named_generation(name, rows), limit:
-            return trainer._generate_single_turn([*prompts, *[filler] * fillers], None, {}, 1)
-
     def _step_environments(self, episodes: Sequence[Episode], trainer: SamplingTrainer) -> None:
-        """Send the last actions to the environments in the child processes, and add each answer to its episode.
+        """Send the last actions to the environments in the child processes, and append their answers to the episodes.
 
         Every rank must call this with its own episodes. All ranks raise Stopped if any rank has seen a stop request.
         """
@@ -258,8 +243,10 @@ class Episodes(Source):
             give_up_after = trainer.scoring.most_unscored(rows) if trainer.model.training else None
             scores = self._request_answers(episodes, give_up_after, trainer.preemption.stop.cuts)
         trainer.preemption.stop_if_agreed()
+        renderer = make_trainer_renderer(trainer)
         for episode, score in zip(episodes, scores, strict=True):
             episode.add_answer(score)
+            self._append_messages(episode, renderer)
 
     def _request_answers(
         self, episodes: Sequence[Episode], give_up_after: int | None, stopped: Callable[[], bool]
@@ -303,14 +290,21 @@ class Episodes(Source):
         return episode.spec, code, *limits, episode.arguments, episode.seed, f"{self._name}/{episode.row}"
 
     def _make_output(self, trainer: SamplingTrainer) -> dict[str, Any]:
-        """Log the metrics of the batch's episodes over all ranks; return the columns of TRL's ``rollout_func``.
+        """Log the mean of each episode metric over all ranks; return the columns of TRL's ``rollout_func``.
 
-        The columns have this rank's episodes. An episode without tokens gets one end token, with mask 0.
+        The columns have this rank's episodes. An episode without tokens gets one end token, with mask 0. In training
+        with ``report_samples`` above 0, also set ``self.records`` to the records of all ranks' episodes.
         """
         for episode in self.played:
             if not episode.ids:  # it failed before its first turn; TRL needs a token
                 episode.ids, episode.logprobs, episode.turn_ids = [trainer.processing_class.eos_token_id], [0.0], [None]
-        self._log_metrics(trainer)
+        mode: Mode = "train" if trainer.model.training else "eval"
+        if trainer.model.training and self._args.report_samples > 0:
+            self.records = gather_object([episode.record() for episode in self.played])
+        metrics = gather_object([self._compute_metrics(episode) for episode in self.played])
+        for name in dict.fromkeys(name for row in metrics for name in row):
+            values = [row[name] for row in metrics if name in row]
+            trainer.add_metric(f"episodes/{name}", math.fsum(values) / len(values), mode)
         return {
             "prompt_ids": [episode.prompt_ids for episode in self.played],
             "completion_ids": [episode.ids for episode in self.played],
@@ -390,27 +384,20 @@ class Episodes(Source):
             means.append(math.fsum(advantages_T) / max(1, sum(turn is not None for turn in episode.turn_ids)))
         return advantages_BT.to(output["advantages"]), torch.tensor(gather_object(means))
 
-    def _log_metrics(self, trainer: SamplingTrainer) -> None:
-        """Add the mean of each episode metric over all ranks to the trainer's metrics, as ``episodes/NAME``.
-
-        Every rank must call this. In training with ``report_samples`` above 0, also set ``self.records`` to the records
-        of all ranks' episodes.
-        """
-        mode: Mode = "train" if trainer.model.training else "eval"
-        if trainer.model.training and self._args.report_samples > 0:
-            self.records = gather_object([episode.record() for episode in self.played])
-        metrics = gather_object([self._compute_metrics(episode) for episode in self.played])
-        for name in dict.fromkeys(name for row in metrics for name in row):
-            values = [row[name] for row in metrics if name in row]
-            trainer.add_metric(f"episodes/{name}", math.fsum(values) / len(values), mode)
-
     def _compute_metrics(self, episode: Episode) -> dict[str, float]:
         """Return an episode's metrics by name: means of the info's numbers, turns, and 0 or 1 for unfinished, unscored.
 
         "unscored" is 1 if the episode failed. The reward is added as ``reward_ROLE`` if the info has a role. With
         several environments, reward, "won" and "legal" are added with the environment's label, e.g. ``won_LABEL``.
         """
-        metrics = {**_average_info(episode), "turns": float(len(episode.policy_actions))}
+        numbers: dict[str, list[float]] = {}
+        # The first turn, which precedes all actions, counts only if the episode ended with it.
+        for turn in episode.turns if len(episode.turns) == 1 and episode.done else episode.turns[1:]:
+            for name, value in turn.info.items():
+                if isinstance(value, int | float) and math.isfinite(value):
+                    numbers.setdefault(name, []).append(float(value))
+        metrics = {name: sum(values) / len(values) for name, values in numbers.items()}
+        metrics |= {"turns": float(len(episode.policy_actions))}
         metrics |= {"unfinished": float(bool(episode.unfinished)), "unscored": float(episode.failed is not None)}
         role, reward = episode.turns[-1].info.get("role") if episode.turns else None, self.reward(episode)
         if role is not None and reward is not None:
@@ -459,16 +446,3 @@ def compute_turn_advantages(
             divisor = 1.0 if scale == "none" else deviation + _EPSILON
             advantages |= {(row, turn): (value - mean) / divisor for row, value in group_returns.items()}
     return advantages
-
-
-def _average_info(episode: Episode) -> dict[str, float]:
-    """Return the mean of each finite number in an episode's ``info``, by name, over the turns that have it.
-
-    The first turn, which precedes all actions, counts only if the episode ended with it.
-    """
-    numbers: dict[str, list[float]] = {}
-    for turn in episode.turns if len(episode.turns) == 1 and episode.done else episode.turns[1:]:
-        for name, value in turn.info.items():
-            if isinstance(value, int | float) and math.isfinite(value):
-                numbers.setdefault(name, []).append(float(value))
-    return {name: sum(values) / len(values) for name, values in numbers.items()}

@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState
 
 from grpo_recipes.process.reports import run_folder
 from grpo_recipes.runs.checkpoints import list_complete_checkpoints, parse_step
@@ -46,18 +46,6 @@ class Iterations(LossCallback):
         """The folder of ``metrics/`` and ``checkpoints/``: the run directory of a trial, else its parent."""
         return self._run if self._run.parent.name == CELLS else self._run.parent
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Write the files of iterations that an earlier attempt of the run completed but did not write."""
-        self._write_iterations(args, state)
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Write the files of the iteration that ended with the last step, if one did."""
-        self._write_iterations(args, state)
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Write the files of the last iteration."""
-        self._write_iterations(args, state)
-
     def loss(self, trainer: InnerTrainer, compute: Compute, model: Any, rows: dict[str, Any]) -> torch.Tensor:
         """Return the training loss. Log its policy-gradient term, averaged over ranks, as the metric ``loss_pg``."""
         loss, term = trainer.loss_and_policy_gradient_term(compute, model, rows)
@@ -66,7 +54,7 @@ class Iterations(LossCallback):
         trainer.add_metric("loss_pg", scaled.mean().item())
         return loss
 
-    def _write_iterations(self, args: Any, state: TrainerState) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Write missing metrics files of all iterations so far, the last iteration's again, and link the checkpoints.
 
         Do nothing in the middle of an iteration, and on ranks except 0.
@@ -89,6 +77,9 @@ class Iterations(LossCallback):
             if last_step in evaluations and (not eval_file.exists() or last_step == state.global_step):
                 write_json(eval_file, {"iteration": iteration, **select_eval_metrics(evaluations[last_step])})
         self._link_checkpoints(steps)
+
+    on_train_begin = on_step_begin  # files that an earlier attempt of the run did not write
+    on_train_end = on_step_begin  # files of the last iteration
 
     def _link_checkpoints(self, steps: int) -> None:
         """Create a link ``iter_NNN`` to each complete checkpoint at the end of an iteration; remove all other links."""
