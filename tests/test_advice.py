@@ -31,6 +31,7 @@ NOT_AN_EDIT = {
     "put the recipe right after": "changes the order of the words",
     "write one key: value a line": "the file is not a recipe yet",
     "correct the indentation": "the file is not YAML yet",
+    "indent the line with spaces": "the file is not YAML yet",
     "add {completion} to judge_prompt": "only the user knows where",
 }
 # Wrong recipes with a second, hidden problem, which has its own advice.

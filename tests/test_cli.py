@@ -281,6 +281,7 @@ def test_a_mistake_of_a_command_is_one_line_with_its_fix(grpo):
             ["compare", "recipes/smoke/grpo.yaml", "--modes", "file,restart"],
             "grpo: compare: is not a command. Fix: use grpo report RUN RUN, or for weight sync methods: ",
         ),
+        (["resume", "last"], "grpo: resume: is not a command. Fix: use grpo launch --resume RUN"),
         (["xyzzy"], "grpo: xyzzy: is not a command. Fix: use one of new, check,"),
         (["--verbose"], "grpo: COMMAND: is missing. Fix: see grpo --help"),
         (["new"], "grpo: FILE: is missing. Fix: see grpo new --help"),

@@ -30,6 +30,17 @@ def test_problems_are_blocks_with_a_green_fix_and_their_number(wrong: Path) -> N
     assert COLOR.sub("", text).splitlines()[-1] == f"grpo: {len(problems)} problems in {wrong}"
 
 
+def test_a_list_of_values_and_the_result_of_a_check_break_between_words(tmp_path: Path) -> None:
+    path = tmp_path / "w.yaml"
+    path.write_text("model_name_or_path: smoke:sums\nlr_scheduler_type: cosin\n")
+    lines = COLOR.sub("", run_in_terminal(80, "check", str(path))).splitlines()
+    start = next(number for number, line in enumerate(lines) if "lr_scheduler_type to one of" in line)
+    assert max(map(len, lines[start : start + 3])) <= 80
+    assert lines[start + 1].startswith("      ") and " ".join(lines).count("cosine_warmup_with_min_lr,") == 1
+    checked = run_in_terminal(80, "check", SMOKE).splitlines()
+    assert max(map(len, checked[:-1])) <= 80 and any(line.startswith("      ") for line in checked)
+
+
 @pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
 def test_no_color_if_the_user_or_the_terminal_wants_none(wrong: Path, variables: dict[str, str]) -> None:
     text = run_in_terminal(80, "check", str(wrong), **variables)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import stat
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from grpo_recipes.plan.estimates import (
     suggest_fix,
 )  # fmt: skip
 from grpo_recipes.plan.models import read_model
+from grpo_recipes.plan.needs import Disk
 from grpo_recipes.plan.speed import Speed
 from grpo_recipes.plan.types import Names
 from grpo_recipes.recipe import read_recipe
@@ -72,7 +73,10 @@ def test_without_the_memory_of_a_gpu_nothing_is_judged(estimate):
     memory = estimate(None, accelerator="ddp")
     assert fits(memory)
     verdict, first, *_ = memory.lines()
-    assert verdict == "verdict    unknown: memory of the trainer, memory of the server" and " of " not in first
+    assert verdict == "verdict    no known limit for memory of the trainer, memory of the server"
+    assert " of " not in first
+    with_disk = replace(memory, disk=Disk({"checkpoints": 10}, 20))
+    assert with_disk.verdict() == f"disk space of the run is sufficient; {verdict.removeprefix('verdict    ')}"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +205,7 @@ def test_a_model_that_is_not_here_is_not_guessed(read, planned, tmp_path):
     plain = json.loads(json.dumps(asdict(result)))
     assert (plain["memory"], plain["disk"]) == ({}, None) and "grpo fetch" in plain["unknown"]
     assert plain["speed"] == {"seconds": None, "runs": 0, "walltime": None, "steps": None}
-    assert result.lines()[0] == "verdict    unknown: memory and disk space"
+    assert result.lines()[0] == "verdict    memory and disk space unknown"
     assert result.lines()[1:3] == [f"{topic:<10} not estimated: {result.unknown}" for topic in ("memory", "disk")]
 
 

@@ -292,6 +292,10 @@ def test_a_secret_in_a_value_is_refused_and_not_repeated(path, text, flags):
     [
         (b"seed: [1", "not valid YAML"),
         (b"seed: 1\n  learning_rate: 2\n", "not valid YAML"),
+        (
+            b"seed: 1\n\tmax_steps: 3\n",
+            "recipe.yaml:2: not valid YAML (it has a tab). Fix: indent the line with spaces",
+        ),
         (b"- seed\n", "a recipe must be a mapping"),
         (b"seed", "a recipe must be a mapping"),
         (b"seed: 1\n---\nseed: 2\n", "found another document"),

@@ -55,9 +55,11 @@ _EXAMPLES = (
     ("grpo check my.yaml", "find mistakes before it is queued"),
     ("grpo launch my.yaml --max_steps 100", "train; any recipe key is also a flag"),
 )
-# Removed commands and their replacements.
-_REMOVED_COMMANDS = {
-    "compare": "use grpo report RUN RUN, or for weight sync methods: grpo sweep RECIPE weight_sync=file,restart"
+# Removed or expected names of commands, and what to use instead.
+_OTHER_COMMANDS = {
+    "compare": "use grpo report RUN RUN, or for weight sync methods: grpo sweep RECIPE weight_sync=file,restart",
+    "resume": "use grpo launch --resume RUN",
+    "train": "use grpo launch RECIPE",
 }
 _FULL = "redirect it to a file on a disk with free space"
 _APPENDS = argparse._AppendAction
@@ -382,7 +384,7 @@ def _parse_options(arguments: list[str]) -> argparse.Namespace:
     names = commands()
     if not name.startswith("-") and name not in names:
         fix = f"use {nearest_of(name, names) or 'one of ' + ', '.join(names)}"
-        raise config_error(name, "is not a command", _REMOVED_COMMANDS.get(name, fix))
+        raise config_error(name, "is not a command", _OTHER_COMMANDS.get(name, fix))
     parser = make_parser([name] if name in names else None)
     takes_recipe = name in names and load_command(name).takes_recipe
     # The recipe comes right after the command. A later word without dashes is the value of a recipe flag.

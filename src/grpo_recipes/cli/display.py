@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from grpo_recipes.errors import Problem
@@ -40,7 +41,7 @@ def is_terminal(stream: TextIO) -> bool:
 def print_problems(problems: Sequence[Problem], stream: TextIO) -> None:
     """Print config errors: one line each, or in a terminal a block each, and the number of problems at the end.
 
-    The fix is never broken into lines, so that a command in it can be copied.
+    A fix is not broken into lines, so that a command in it can be copied; only a list of values is.
     """
     if not is_terminal(stream):
         print(*(f"grpo: {problem}" for problem in problems), sep="\n", file=stream)
@@ -48,14 +49,23 @@ def print_problems(problems: Sequence[Problem], stream: TextIO) -> None:
     console = make_console(stream)
     for problem in problems:
         console.print(problem.where, style="bold", soft_wrap=True)
-        width = max(console.width - _INDENT, 20)
-        for line in textwrap.wrap(f"{problem.what}.", width, break_long_words=False, break_on_hyphens=False):
+        for line in _wrap(f"{problem.what}.", console.width - _INDENT):
             console.print(" " * _INDENT + line)
-        console.print(f"{' ' * _INDENT}Fix: {problem.fix}", style="green", soft_wrap=True)
+        fix = f"Fix: {problem.fix}"
+        for number, line in enumerate(_wrap(fix, console.width - 3 * _INDENT) if " one of " in fix else [fix]):
+            console.print(" " * (3 * _INDENT if number else _INDENT) + line, style="green", soft_wrap=True)
     if len(problems) > 1:
         files = {problem.where.partition(":")[0] for problem in problems}
         place = f" in {files.pop()}" if len(files) == 1 else ""
         console.print(f"grpo: {len(problems)} problems{place}", style="bold red", soft_wrap=True)
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Print texts, each as a line that begins with "grpo: ", and in a terminal continues below its text."""
+    for note in notes:
+        line = f"grpo: {note}"
+        lines = _wrap(line, shutil.get_terminal_size().columns - 6) if is_terminal(sys.stdout) else [line]
+        print(*lines, sep="\n      ")
 
 
 def print_labelled(lines: Sequence[str], label_width: int) -> None:
@@ -114,3 +124,8 @@ def make_console(stream: TextIO) -> Console:
     from rich.console import Console
 
     return Console(file=stream, markup=False, highlight=False, emoji=False)
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    """Break a text at spaces into lines of at most ``width`` characters; longer words are kept whole."""
+    return textwrap.wrap(text, max(width, 20), break_long_words=False, break_on_hyphens=False) or [""]

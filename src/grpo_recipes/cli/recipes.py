@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.cli import chosen_recipe, command, option, switch
+from grpo_recipes.cli.display import print_notes
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, config_error, mask_and_escape, translate_errors
 from grpo_recipes.fetch.hub import describe_gated_model
 from grpo_recipes.paths import display_path, shell_path
@@ -128,7 +129,7 @@ def check(options: argparse.Namespace) -> int:
             optional_notes += find_notes(recipe)
         report |= {"recipe": str(recipe.path), "notes": [*notes(recipe), *filter(None, optional_notes)]}
         if not options.json:
-            print(*(f"grpo: note: {mask_and_escape(note)}\n" for note in report["notes"]), sep="", end="")
+            print_notes(f"note: {mask_and_escape(note)}" for note in report["notes"])
         if options.deep:
             import logging
 
@@ -143,7 +144,8 @@ def check(options: argparse.Namespace) -> int:
 
             report["deep"] = check_deeply(recipe, os.environ)
     if not options.json:
-        print(*report["deep"], *_list_checked(recipe, options.deep), sep="\n")
+        print(*(f"{line}\n" for line in report["deep"]), sep="", end="")
+        print_notes(_list_checked(recipe, options.deep))
         print(f"grpo: {mask_and_escape(display_path(report['recipe']))} is valid")
     return 0 if report["ok"] else EXIT_CONFIG_ERROR
 
@@ -155,7 +157,7 @@ def _list_checked(recipe: Recipe, deep: bool) -> list[str]:
     subjects += ["tokenizer, prompts and rewards"] if deep else []
     unchecked = [] if deep else ["tokenizer, prompts and rewards (--deep)"]
     unchecked += ["memory, disk and GPUs (grpo plan)", "rewards of wrong answers (grpo check-rewards)"]
-    return [f"grpo: checked {', '.join(subjects)}", f"grpo: not checked: {', '.join(unchecked)}"]
+    return [f"checked {', '.join(subjects)}", f"not checked: {', '.join(unchecked)}"]
 
 
 @contextlib.contextmanager

@@ -193,10 +193,14 @@ class Estimates:
         missing = [name for name, need in needs.items() if not need.fits]
         if missing:
             return f"does not fit: {', '.join(missing)}"
+        if not needs:
+            return "memory and disk space unknown"
         unknown = [name for name, need in needs.items() if need.available is None]
-        if not needs or unknown:
-            return f"unknown: {', '.join(unknown) or 'memory and disk space'}"
-        return "memory and disk space are sufficient"
+        sufficient = [name for name in needs if name not in unknown]
+        if not unknown:
+            return "memory and disk space are sufficient"
+        parts = [f"{', '.join(sufficient)} is sufficient"] if sufficient else []
+        return "; ".join([*parts, f"no known limit for {', '.join(unknown)}"])
 
 
 def estimate(plan: Plan, recipe: Recipe, names: Names, gpu_gib: float | None, walltime: float | None) -> Estimates:

@@ -322,7 +322,8 @@ def _enough_rows(recipe: Recipe, sources: Sequence[DataSource]) -> Iterator[Prob
     if sources:
         key = "prompts_per_step" if recipe.batch.prompts_per_step is not None else "generation_batch_size"
         names = " and ".join(f"'{source.id}'" for source in sources)
-        message = f"one step needs {least} prompts, {names} {'have' if len(sources) > 1 else 'has'} {total} rows"
+        rows = f"{total} row{'s' * (total != 1)}"
+        message = f"one step needs {least} prompts, {names} {'have' if len(sources) > 1 else 'has'} {rows}"
         value = total if key == "prompts_per_step" else total * recipe.batch.num_generations
         yield recipe.problem(key, message, f"set {key}: {value}, or name a larger dataset" if total else "add rows")
 

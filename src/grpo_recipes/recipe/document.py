@@ -140,6 +140,8 @@ def read_file(path: Path, problems: list[Problem]) -> dict[str, Value]:
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         where = f"{where}:{mark.line + 1}" if mark else where
         fix = "correct the indentation, quote or bracket there"
+        if "'\\t'" in reason:
+            reason, fix = "it has a tab", "indent the line with spaces instead of the tab"
         raise config_error(where, f"not valid YAML ({reason})", fix) from error
 
 
