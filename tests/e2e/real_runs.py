@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import signal
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from forked import ForkedProcess, Template
 
 from grpo_recipes import smoke
+from grpo_recipes.plan.commands import base_environment, server_environment
 from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 from grpo_recipes.runs.rundir import read_json, read_metrics
 
@@ -28,7 +31,7 @@ SECRET = "hf_" + "plantedsecret" * 2
 class Launch:
     """One `grpo launch` (or another command that becomes one), with its own run root and working folder."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     folder: Path
     cwd: Path
     mark: str
@@ -99,26 +102,28 @@ def start_launches(root: Path) -> Iterator[Callable[..., Launch]]:
     """Yield a function that starts launches in folders below ``root``; end the launches that still run afterwards.
 
     Its arguments are the words after `grpo launch`, by default with the smoke recipe. ``command`` replaces the whole
-    command line, and keyword arguments are environment variables.
+    command line, and keyword arguments are environment variables. With GRPO_FORK_RUNS, the launches are forked from a
+    template (forked.py), except those with ``by_exec`` or a ``command``.
     """
     launches: list[Launch] = []
 
-    def start(*arguments: str, command: list[str] | None = None, folder: str = ".", **variables: str) -> Launch:
+    def start(
+        *arguments: str, command: list[str] | None = None, folder: str = ".", by_exec: bool = False, **variables: str
+    ) -> Launch:
         working_folder = root / folder
         working_folder.mkdir(exist_ok=True)
         mark = f"{root.name}-{len(launches)}-{os.getpid()}"
         has_recipe = "--resume" in arguments or any(word.endswith(".yaml") for word in arguments)
         recipe = [] if has_recipe or "CONFIG" in variables else [str(REPOSITORY / "recipes/smoke/grpo.yaml")]
         argv = command or [str(Path(sys.executable).with_name("grpo")), "launch", *recipe, *arguments]
+        environment = clean_environment(working_folder, mark, **variables)
         with (working_folder / "output.txt").open("ab") as output:
-            process = subprocess.Popen(
-                argv,
-                cwd=working_folder,
-                env=clean_environment(working_folder, mark, **variables),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
+            if os.environ.get("GRPO_FORK_RUNS") and not command and not by_exec:
+                process = template().start(argv, working_folder, environment, output)
+            else:
+                process = subprocess.Popen(
+                    argv, cwd=working_folder, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                )
         launches.append(Launch(process, working_folder, REPOSITORY if command else working_folder, mark))
         return launches[-1]
 
@@ -132,6 +137,17 @@ def start_launches(root: Path) -> Iterator[Callable[..., Launch]]:
                 launch.process.kill()
         for process in launch.processes():
             process.kill()
+
+
+@functools.cache
+def template() -> Template:
+    """Return the template of this process, which has the variables of a vLLM server on CPU and of a trainer."""
+    environment = clean_environment(Path(), "template")
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    home = {"HF_HOME": str(REPOSITORY / ".cache" / "huggingface")}
+    return Template(
+        {**base_environment(environment), **server_environment("cpu", None, environment), **offline, **home}
+    )
 
 
 def override(flags: Sequence[str], **keys: Any) -> tuple[str, ...]:
@@ -174,7 +190,7 @@ def stop_and_resume(start: Callable[..., Launch], *arguments: str) -> Launch:
     stopped.wait_for_step(1)
     stopped.process.send_signal(signal.SIGTERM)
     assert stopped.wait() == 75, stopped.output
-    resumed = start("--resume", str(stopped.run_dir), folder="stopped")
+    resumed = start("--resume", str(stopped.run_dir), folder="stopped", by_exec=True)  # with other string hashes
     assert resumed.wait() == 0, resumed.output
     return resumed
 

@@ -1,0 +1,435 @@
+"""Start the programs of whole runs by fork instead of exec, from a process that has imported vLLM and transformers.
+
+    with Template(clean_environment(...)) as template:
+        process = template.start(["grpo", "launch", "recipe.yaml"], folder, environment, output)
+        process.wait(600)
+
+About half of the processor time of a whole run of few steps goes into imports, which are the same in each run. Here
+they happen once, in a template: the launcher is forked from it, and the process guards, the server and the trainer are
+forked from the launcher and the guards. They are real processes with their usual parents, sessions, signals and limits.
+A forked process drops this project's modules, and imports them again. It has its own variables and command line,
+also in ``/proc``, its own seeds, and only the open files that exec would leave.
+
+What exec would change and fork does not: libraries have read their variables in the template, and all processes of a
+template share the seed of string hashes. So a program whose variables differ in a name of ``_READ_ON_IMPORT`` is
+started by exec, like all programs that are not in ``_PROGRAMS``. Tests that compare two runs bit by bit use exec.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import io
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# Modules, and scripts by their file name, that are started by fork.
+_GUARD = "grpo_recipes.launch.processes"
+_PROGRAMS = {"grpo_recipes.launch.accelerate", "grpo_recipes.server.serve"}
+_SCRIPTS = {"grpo.py", "maxent-grpo.py", "sft.py"}
+_FLAGS = {"-P", "-s", "-u"}  # flags of Python that a forked program can have
+# Prefixes of variables that libraries read when they are imported; a final space means the whole name.
+_READ_ON_IMPORT = (
+    "HF_HOME ", "HF_HUB_OFFLINE ", "HF_ENDPOINT ", "HF_DATASETS_", "HF_HUB_CACHE ", "TRANSFORMERS_", "PYTHONPATH ",
+    "PYTHONHASHSEED ", "PYTHONWARNINGS ", "LD_", "MKL_", "KMP_", "OPENBLAS_", "VLLM_LOGGING_", "VLLM_CONFIGURE_LOGGING ",
+    "VLLM_TARGET_DEVICE ", "VLLM_PLUGINS ", "TORCH_LOGS ", "ATEN_",
+)  # fmt: skip
+_PADDING = 100_000  # bytes for the command line, and for the variables, that /proc shows of a forked process
+_PR_SET_MM, _PR_SET_MM_MAP = 35, 14  # prctl(2)
+
+
+class ForkedProcess:
+    """A process that the template has started, with the methods of ``subprocess.Popen`` that tests use."""
+
+    def __init__(self, args: list[str], connection: socket.socket) -> None:
+        self.args = args
+        self.returncode: int | None = None
+        self._connection = connection
+        self._answers = connection.makefile("r")
+        self.pid = int(self._answers.readline())
+
+    def poll(self) -> int | None:
+        """Return the exit code as ``Popen`` gives it, or None while the process runs."""
+        return self._read_code(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code. Raise TimeoutExpired after ``timeout`` seconds."""
+        code = self._read_code(timeout)
+        if code is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send the signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def _read_code(self, seconds: float | None) -> int | None:
+        if self.returncode is None and select.select([self._connection], [], [], seconds)[0]:
+            self.returncode = int(self._answers.readline())
+        return self.returncode
+
+
+class Template:
+    """A process with the imported libraries, and the variables ``environment``; it ends with this process.
+
+    Its imports go on while the constructor returns, and ``start`` waits for them.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="template-")
+        self._address = str(Path(self._folder.name) / "socket")
+        ready, is_ready = os.pipe()
+        argv = [sys.executable, "-P", __file__, self._address, str(is_ready), str(os.getpid()), "x" * _PADDING]
+        variables = {**environment, "SPT_NOENV": "1", "GRPO_TEMPLATE_PADDING": "x" * _PADDING}
+        self._process = subprocess.Popen(argv, env=variables, stdin=subprocess.DEVNULL, pass_fds=[is_ready])
+        os.close(is_ready)
+        self._ready = ready
+
+    def start(
+        self, argv: Sequence[str], folder: Path, environment: Mapping[str, str], output: io.BufferedIOBase
+    ) -> ForkedProcess:
+        """Start a program with both of its output streams in ``output``, and no input.
+
+        Raise ConnectionError if the template has ended, for example because Linux does not allow prctl(2).
+        """
+        if self._ready >= 0:
+            os.read(self._ready, 1)  # the end of the file: the imports are done, or have failed
+            os.close(self._ready)
+            self._ready = -1
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(self._address)
+        except FileNotFoundError as error:
+            raise ConnectionError("the template has ended, see its output above") from error
+        request = {"argv": list(argv), "cwd": str(folder), "env": dict(environment)}
+        with open(os.devnull) as nothing:
+            socket.send_fds(connection, [b"."], [nothing.fileno(), output.fileno()])
+            connection.sendall(json.dumps(request).encode() + b"\n")
+            return ForkedProcess(list(argv), connection)
+
+    def close(self) -> None:
+        """End the template; the processes that it started go on."""
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+# What follows runs in the template and in the forked processes.
+
+
+class _Template:
+    """The state of the template after its imports, which each forked process returns to."""
+
+    def __init__(self, variables: dict[str, str]) -> None:
+        stat = _read_stat()
+        self.arguments_at, self.variables_at = stat[48], stat[50]  # addresses
+        self.path = list(sys.path)
+        self.variables = variables  # before the imports, which add some
+        self.files = {int(name) for name in os.listdir("/proc/self/fd")}
+        self.exit_functions: list[Callable[..., object]] = []  # registered since the fork
+        self.exec = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+        self.streams = sys.stdin, sys.stdout, sys.stderr
+        self.kept: list[object] = []  # modules of hidden packages, whose functions torch may still call
+
+    def record_exit_functions(self) -> None:
+        register = atexit.register
+
+        def recorded(function: Callable[..., object], *args: Any, **options: Any) -> Callable[..., object]:
+            self.exit_functions.append(function)
+            return register(function, *args, **options)
+
+        atexit.register = recorded  # type: ignore[assignment]
+
+
+def _find_program(
+    argv: Sequence[str], variables: Mapping[str, str], template: _Template
+) -> tuple[str, str, list[str]] | None:
+    """Return ("-m", module, arguments) or ("script", path, arguments) of a program to fork; None for another program."""
+
+    def read_on_import(name: str) -> bool:
+        return f"{name} ".startswith(_READ_ON_IMPORT)
+
+    words = [os.fspath(word) for word in argv]
+    folder = Path(sys.executable).parent
+    if words[0] == str(folder / "grpo"):
+        return ("script", words[0], words[1:])
+    if words[0] != sys.executable:
+        return None
+    del words[0]
+    while words and words[0] in _FLAGS:
+        del words[0]
+    if words[:2] == ["-m", _GUARD]:
+        return ("-m", words[1], words[2:])
+    for name in {*variables, *template.variables}:
+        if read_on_import(name) and variables.get(name) != template.variables.get(name):
+            return None
+    if words[:1] == ["-m"] and words[1] in _PROGRAMS:
+        return ("-m", words[1], words[2:])
+    if words and Path(words[0]).name in _SCRIPTS and Path(words[0]).is_relative_to(REPOSITORY):
+        return ("script", words[0], words[1:])
+    return None
+
+
+def _install(template: _Template) -> None:
+    """Let ``subprocess.Popen`` start the programs of ``_find_program`` by fork."""
+
+    def execute_child(
+        self: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any, env: Any,
+        startupinfo: Any, creationflags: Any, shell: bool, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
+        errread: int, errwrite: int, restore_signals: bool, gid: Any, gids: Any, uid: Any, umask: int,
+        start_new_session: bool, process_group: int,
+    ) -> None:  # fmt: skip
+        variables = dict(os.environ if env is None else env)
+        is_plain = not shell and executable is None and not isinstance(args, str | bytes | os.PathLike)
+        program = _find_program(args, variables, template) if is_plain and process_group == -1 else None
+        if program is None or (threading.active_count() > 1 and program[1] != _GUARD):
+            template.exec(
+                self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+                p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
+                start_new_session, process_group,
+            )  # fmt: skip
+            return
+        for stream in (sys.stdout, sys.stderr, *template.streams[1:]):
+            stream.flush()
+        started, is_started = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                os.close(started)
+                streams = {0: p2cread, 1: c2pwrite, 2: errwrite}
+                _set_up(streams, cwd, bool(start_new_session), preexec_fn, {*pass_fds, is_started}, template)
+                _forget_parent(program, list(map(os.fspath, args)), variables, template)
+                os.close(is_started)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(255)
+            _run(program, template)
+        os.close(is_started)
+        os.read(started, 1)  # waits for the end of the file, as Popen waits for exec
+        os.close(started)
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+    subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
+
+
+def _set_up(
+    streams: dict[int, int], cwd: Any, new_session: bool, preexec_fn: Any, passed: set[int], template: _Template
+) -> None:
+    """Do what ``Popen`` does between fork and exec, and close the files that exec would close."""
+    copies = {number: os.dup(file) for number, file in streams.items() if file != -1}
+    for number, file in copies.items():
+        os.dup2(file, number)
+    if cwd is not None:
+        os.chdir(cwd)
+    signal.set_wakeup_fd(-1)
+    faulthandler.cancel_dump_traceback_later()
+    faulthandler.disable()
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        with contextlib.suppress(RuntimeError):  # a signal of faulthandler.enable
+            faulthandler.unregister(number)
+        if number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_IGN)  # as Python does when it starts
+        elif signal.getsignal(number) not in (signal.SIG_IGN, signal.SIG_DFL):
+            signal.signal(number, signal.SIG_DFL)
+    if new_session:
+        os.setsid()
+    if preexec_fn is not None:
+        preexec_fn()
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for file in {int(name) for name in os.listdir("/proc/self/fd")} - template.files - passed - {0, 1, 2}:
+        try:
+            os.close(file)
+        except OSError:
+            pass  # the file of the listing
+
+
+def _forget_parent(
+    program: tuple[str, str, list[str]], argv: list[str], variables: dict[str, str], template: _Template
+) -> None:
+    """Give this process the command line and variables of the program, and the template's other state."""
+    gc.freeze()  # objects of the parent must not close files of this process with the same number
+    for function in template.exit_functions:
+        atexit.unregister(function)
+    template.exit_functions.clear()
+    os.environ.clear()
+    os.environ.update(variables)
+    _show(argv, variables, template)
+    hidden = variables.get("GRPO_HIDDEN_PACKAGES", "").split()
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        if (
+            name.split(".")[0] in hidden
+            or name.split(".")[0] == "grpo_recipes"
+            or file.startswith(f"{REPOSITORY}/src/")
+        ):
+            template.kept.append(sys.modules.pop(name))
+    sys.path[:] = template.path
+    kind, target, arguments = program
+    is_safe = "-P" in argv[1:5] or variables.get("PYTHONSAFEPATH")
+    if kind == "script" and not is_safe:
+        sys.path.insert(0, str(Path(target).resolve().parent))
+    sys.argv = [target, *arguments]
+    sys.dont_write_bytecode = bool(variables.get("PYTHONDONTWRITEBYTECODE"))
+    sys.stdin, sys.stdout, sys.stderr = template.streams
+    sys.stdout.reconfigure(write_through="-u" in argv[1:5] or bool(variables.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
+    tempfile.tempdir = None
+    random.seed()
+    sys.modules["numpy"].random.seed()
+    torch = sys.modules["torch"]
+    torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    torch._dynamo.config.disable = variables.get("TORCHDYNAMO_DISABLE") == "1"
+
+
+def _show(argv: list[str], variables: dict[str, str], template: _Template) -> None:
+    """Let /proc show this command line and these variables, in the memory where the template's were."""
+    ends = []
+    for address, words in (
+        (template.arguments_at, argv), (template.variables_at, [f"{name}={value}" for name, value in variables.items()])
+    ):  # fmt: skip
+        block = "".join(f"{word}\0" for word in words).encode(errors="surrogateescape")[:_PADDING]
+        ctypes.memmove(address, block, len(block))
+        ends.append(address + len(block))
+    stat = _read_stat()
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.sbrk.restype = ctypes.c_void_p
+    layout = struct.pack(
+        "11QPII", stat[26], stat[27], stat[45], stat[46], stat[47], libc.sbrk(0), stat[28],
+        template.arguments_at, ends[0], template.variables_at, ends[1], 0, 0, 0xFFFFFFFF,
+    )  # fmt: skip
+    if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.c_char_p(layout), ctypes.c_ulong(len(layout)), ctypes.c_ulong(0)):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_MM_MAP)")
+
+
+def _read_stat() -> dict[int, int]:
+    """Return the fields 4 to 52 of /proc/self/stat, by their number in proc(5)."""
+    fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[1:]
+    return dict(enumerate(map(int, fields), start=4))
+
+
+def _run(program: tuple[str, str, list[str]], template: _Template) -> NoReturn:
+    """Run the program as Python would, and end this process with its exit code."""
+    kind, target, _ = program
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    code: Any = 0
+    try:
+        if kind == "-m":
+            runpy._run_module_as_main(target)  # type: ignore[attr-defined]
+        else:
+            main.__file__ = target
+            exec(compile(Path(target).read_bytes(), target, "exec"), main.__dict__)
+    except SystemExit as error:
+        code = error.code
+        if code is not None and not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit((code or 0) & 0xFF)
+
+
+def _import_libraries() -> None:
+    """Import what servers and trainers import, except TRL, which looks for vLLM while it is imported."""
+    import setproctitle
+
+    setproctitle.getproctitle()  # finds the memory of the command line, for vLLM's names of its processes
+    import accelerate.commands.launch  # noqa: F401
+    import datasets  # noqa: F401
+    import peft  # noqa: F401
+    import torch.distributed.elastic.rendezvous.static_tcp_rendezvous  # noqa: F401
+    import transformers.trainer  # noqa: F401
+    import vllm.entrypoints.cli.serve
+    import vllm.entrypoints.launchers.cli_args
+    import vllm.entrypoints.openai.api_server
+    import vllm.v1.engine.core
+    import vllm.v1.executor.multiproc_executor
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+
+def _serve(address: str, is_ready: int, parent: int) -> None:
+    """Fork a process for each connection, and answer with its pid and its exit code. End with the parent."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    variables = dict(os.environ)
+    gc.disable()
+    _import_libraries()
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    template = _Template(variables)
+    template.files.discard(is_ready)
+    template.record_exit_functions()
+    _install(template)
+    _show([sys.executable, "-P", __file__, "template"], dict(os.environ), template)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(address)
+    listener.listen()
+    os.close(is_ready)
+    running: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
+    while os.getppid() == parent:
+        if select.select([listener], [], [], 0.02)[0]:
+            connection, _ = listener.accept()
+            _, files, _, _ = socket.recv_fds(connection, 1, 2)
+            request = json.loads(connection.makefile().readline())
+            child = subprocess.Popen(
+                request["argv"],
+                cwd=request["cwd"],
+                env=request["env"],
+                stdin=files[0],
+                stdout=files[1],
+                stderr=files[1],
+            )
+            for file in files:
+                os.close(file)
+            connection.sendall(f"{child.pid}\n".encode())
+            running.append((child, connection))
+        for child, connection in list(running):
+            if child.poll() is not None:
+                running.remove((child, connection))
+                try:
+                    connection.sendall(f"{child.returncode}\n".encode())
+                except OSError:
+                    pass  # nobody waits any more
+                connection.close()
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
