@@ -50,8 +50,8 @@ _FLAGS = {"-P", "-s", "-u"}  # flags of Python that a forked program can have
 # Prefixes of variables that libraries read when they are imported; a final space means the whole name.
 _READ_ON_IMPORT = (
     "HF_HOME ", "HF_HUB_OFFLINE ", "HF_ENDPOINT ", "HF_DATASETS_", "HF_HUB_CACHE ", "TRANSFORMERS_", "PYTHONPATH ",
-    "PYTHONHASHSEED ", "PYTHONWARNINGS ", "LD_", "MKL_", "KMP_", "OPENBLAS_", "VLLM_LOGGING_", "VLLM_CONFIGURE_LOGGING ",
-    "VLLM_TARGET_DEVICE ", "VLLM_PLUGINS ", "TORCH_LOGS ", "ATEN_",
+    "PYTHONHASHSEED ", "PYTHONWARNINGS ", "LD_", "MKL_", "KMP_", "OPENBLAS_", "VLLM_LOGGING_",
+    "VLLM_CONFIGURE_LOGGING ", "VLLM_TARGET_DEVICE ", "VLLM_PLUGINS ", "TORCH_LOGS ", "ATEN_",
 )  # fmt: skip
 _PADDING = 100_000  # bytes for the command line, and for the variables, that /proc shows of a forked process
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14  # prctl(2)
@@ -170,10 +170,11 @@ class _Template:
         atexit.register = recorded  # type: ignore[assignment]
 
 
-def _find_program(
-    argv: Sequence[str], variables: Mapping[str, str], template: _Template
-) -> tuple[str, str, list[str]] | None:
-    """Return ("-m", module, arguments) or ("script", path, arguments) of a program to fork; None for another program."""
+_Program = tuple[str, str, list[str]]  # ("-m", module, arguments) or ("script", path, arguments)
+
+
+def _find_program(argv: Sequence[str], variables: Mapping[str, str], template: _Template) -> _Program | None:
+    """Return the program to fork for this command line, or None if it has to be started by exec."""
 
     def read_on_import(name: str) -> bool:
         return f"{name} ".startswith(_READ_ON_IMPORT)
@@ -268,15 +269,11 @@ def _set_up(
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for file in {int(name) for name in os.listdir("/proc/self/fd")} - template.files - passed - {0, 1, 2}:
-        try:
+        with contextlib.suppress(OSError):  # the file of the listing
             os.close(file)
-        except OSError:
-            pass  # the file of the listing
 
 
-def _forget_parent(
-    program: tuple[str, str, list[str]], argv: list[str], variables: dict[str, str], template: _Template
-) -> None:
+def _forget_parent(program: _Program, argv: list[str], variables: dict[str, str], template: _Template) -> None:
     """Give this process the command line and variables of the program, and the template's other state."""
     gc.freeze()  # objects of the parent must not close files of this process with the same number
     for function in template.exit_functions:
@@ -286,13 +283,8 @@ def _forget_parent(
     os.environ.update(variables)
     _show(argv, variables, template)
     hidden = variables.get("GRPO_HIDDEN_PACKAGES", "").split()
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        if (
-            name.split(".")[0] in hidden
-            or name.split(".")[0] == "grpo_recipes"
-            or file.startswith(f"{REPOSITORY}/src/")
-        ):
+    for name in list(sys.modules):
+        if name.split(".")[0] in {"grpo_recipes", *hidden}:
             template.kept.append(sys.modules.pop(name))
     sys.path[:] = template.path
     kind, target, arguments = program
@@ -337,7 +329,7 @@ def _read_stat() -> dict[int, int]:
     return dict(enumerate(map(int, fields), start=4))
 
 
-def _run(program: tuple[str, str, list[str]], template: _Template) -> NoReturn:
+def _run(program: _Program, template: _Template) -> NoReturn:
     """Run the program as Python would, and end this process with its exit code."""
     kind, target, _ = program
     main = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -424,10 +416,8 @@ def _serve(address: str, is_ready: int, parent: int) -> None:
         for child, connection in list(running):
             if child.poll() is not None:
                 running.remove((child, connection))
-                try:
+                with contextlib.suppress(OSError):  # nobody waits any more
                     connection.sendall(f"{child.returncode}\n".encode())
-                except OSError:
-                    pass  # nobody waits any more
                 connection.close()
 
 
