@@ -375,6 +375,7 @@ def _import_libraries() -> None:
     import vllm.v1.engine.core
     import vllm.v1.executor.multiproc_executor
     import vllm.v1.worker.cpu_worker  # noqa: F401
+    import wandb  # noqa: F401
 
 
 def _serve(address: str, is_ready: int, parent: int) -> None:
