@@ -3,7 +3,7 @@
 A row of a ``*_rows.yaml`` file is one promise of others: its status and its tests. A row of ``faults.yaml`` is one
 fault: how a run ends, and the tests that inject it. As a program (`make coverage`), this module fails if a row rests
 on a test that did not pass. It reads the record GRPO_RAN_TESTS, which ``ran_tests.py`` writes during `make test` and
-`make e2e`. After `make e2e-today`, a rotating test for which there was no time counts: it did not run.
+`make e2e`. After `make e2e-today`, a rotating test that is not in the record counts: there was no time for it.
 
 Usage: ``GRPO_RAN_TESTS=.cache/ran-tests.txt python tests/ledgers.py``
 """

@@ -2,8 +2,8 @@
 
 `make e2e` runs all tests without a limit. CI runs the rotating tests after all others, and starts none of them after
 GRPO_ROTATE_UNTIL (seconds since 1970). On a slow machine some of them therefore run on another day. The files begin
-with those that the last commits concern, newest first. The other files begin at another place on each of ``DAYS`` days
-(GRPO_DAY, an integer), so that all have their turn.
+with those that the last commits concern, newest first. The other files follow, from a start that moves by
+``STEP`` files each day (GRPO_DAY, an integer), so that all have their turn.
 
 A commit concerns the test files that it changes, and the test files with a word of its source files in their path:
 `src/grpo_recipes/weights/lora.py` concerns `tests/weights/` and `tests/e2e/test_lora.py`.
@@ -20,11 +20,10 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-COMMITS = 40  # older commits do not change the order
-NEWEST = 5  # commits whose tests come before all others
+COMMITS = 5  # the last commits: their tests come before all others
 SWEEP = 20  # a commit with more files, such as a renaming, concerns no test more than another
 COMMON_WORDS = {"", "src", "grpo", "recipes", "grpo_recipes", "extensions", "tests", "test", "e2e"}
-DAYS = 6  # until each file was the first of the others
+STEP = 11  # files; a prime number, so that each file is the first on some day
 TIME_IS_OVER = "the time of today's rotating tests is over: make e2e runs all"
 ROTATES = (pytest.mark.slow, pytest.mark.rotating)  # marks of a parameter that takes many seconds
 
@@ -36,10 +35,10 @@ def order_for_the_day(items: list[pytest.Item]) -> None:
         return
     changes = read_recent_changes()
     ages = {path: count_newer_commits(path, changes) for path in {item.path for item in items}}
-    files = sorted({item.path for item in items if ages[item.path] >= NEWEST})
-    start = len(files) * (int(day) % DAYS) // DAYS
-    places = {path: place for place, path in enumerate(files[start:] + files[:start])}
-    items.sort(key=lambda item: (is_rotating(item), min(ages[item.path], NEWEST), places.get(item.path, 0)))
+    files = sorted({item.path for item in items if ages[item.path] == COMMITS})
+    start = int(day) * STEP % max(1, len(files))
+    positions = {path: position for position, path in enumerate(files[start:] + files[:start])}
+    items.sort(key=lambda item: (is_rotating(item), ages[item.path], positions.get(item.path, 0)))
 
 
 @functools.cache

@@ -1,18 +1,19 @@
 """Start the programs of whole runs by fork instead of exec, from a process that has imported vLLM and transformers.
 
-    with Template(clean_environment(...)) as template:
-        process = template.start(["grpo", "launch", "recipe.yaml"], folder, environment, output)
-        process.wait(600)
+    template = Template(environment)
+    process = template.start(["grpo", "launch", "recipe.yaml"], folder, environment, output)
+    process.wait(600)
 
-About half of the processor time of a whole run of few steps goes into imports, which are the same in each run. Here
-they happen once, in a template: the launcher is forked from it, and the process guards, the server and the trainer are
-forked from the launcher and the guards. They are real processes with their usual parents, sessions, signals and limits.
-A forked process drops this project's modules, and imports them again. It has its own variables and command line,
-also in ``/proc``, its own seeds, and only the open files that exec would leave.
+About two thirds of the processor time of a whole run of few steps go into imports, which are the same in each run. Here
+they happen once, in a template: the launcher is forked from it, the process guards are forked from the launcher, and
+the server and the trainer from the guards. They are real processes with their usual parents, sessions and signals. A
+forked process imports this project's modules again, and all others that the template has not imported. It has its own
+variables and command line, also in ``/proc``, its own random seeds, and only the open files that exec would leave.
 
-What exec would change and fork does not: libraries have read their variables in the template, and all processes of a
-template share the seed of string hashes. So a program whose variables differ in a name of ``_READ_ON_IMPORT`` is
-started by exec, like all programs that are not in ``_PROGRAMS``. Tests that compare two runs bit by bit use exec.
+Some differences remain. Libraries have read their variables in the template, so a server or trainer whose variables
+differ in a name of ``_READ_ON_IMPORT`` is started by exec, like all programs that are not in ``_PROGRAMS``. An import
+that is missing in our code, or fails, is not noticed. All processes of a template share the seed of string hashes:
+where a test compares two runs bit by bit, one of them is started by exec.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import tempfile
 import threading
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,7 +53,9 @@ _FLAGS = {"-P", "-s", "-u"}  # flags of Python that a forked program can have
 _READ_ON_IMPORT = (
     "HF_HOME ", "HF_HUB_OFFLINE ", "HF_ENDPOINT ", "HF_DATASETS_", "HF_HUB_CACHE ", "TRANSFORMERS_", "PYTHONPATH ",
     "PYTHONHASHSEED ", "PYTHONWARNINGS ", "LD_", "MKL_", "KMP_", "OPENBLAS_", "VLLM_LOGGING_",
-    "VLLM_CONFIGURE_LOGGING ", "VLLM_TARGET_DEVICE ", "VLLM_PLUGINS ", "TORCH_LOGS ", "ATEN_",
+    "VLLM_CONFIGURE_LOGGING ", "VLLM_TARGET_DEVICE ", "VLLM_PLUGINS ", "VLLM_BATCH_INVARIANT ",
+    "TORCH_LOGS ", "TORCHINDUCTOR_COMPILE_THREADS ", "ATEN_", "OMP_PLACES ", "OMP_PROC_BIND ", "GOMP_",
+    "HF_TOKEN_PATH ",
 )  # fmt: skip
 _PADDING = 100_000  # bytes for the command line, and for the variables, that /proc shows of a forked process
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14  # prctl(2)
@@ -65,7 +69,7 @@ class ForkedProcess:
         self.returncode: int | None = None
         self._connection = connection
         self._answers = connection.makefile("r")
-        self.pid = int(self._answers.readline())
+        self.pid = self._read_number()
 
     def poll(self) -> int | None:
         """Return the exit code as ``Popen`` gives it, or None while the process runs."""
@@ -82,7 +86,8 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         """Send the signal, unless the process has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -94,25 +99,31 @@ class ForkedProcess:
 
     def _read_code(self, seconds: float | None) -> int | None:
         if self.returncode is None and select.select([self._connection], [], [], seconds)[0]:
-            self.returncode = int(self._answers.readline())
+            self.returncode = self._read_number()
         return self.returncode
+
+    def _read_number(self) -> int:
+        line = self._answers.readline()
+        if not line:
+            raise ConnectionError("the template has ended, see its output above")
+        return int(line)
 
 
 class Template:
     """A process with the imported libraries, and the variables ``environment``; it ends with this process.
 
-    Its imports go on while the constructor returns, and ``start`` waits for them.
+    The constructor does not wait for the imports; ``start`` does.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="template-")
         self._address = str(Path(self._folder.name) / "socket")
-        ready, is_ready = os.pipe()
-        argv = [sys.executable, "-P", __file__, self._address, str(is_ready), str(os.getpid()), "x" * _PADDING]
+        ready_reader, ready_writer = os.pipe()
+        argv = [sys.executable, "-P", __file__, self._address, str(ready_writer), str(os.getpid()), "x" * _PADDING]
         variables = {**environment, "SPT_NOENV": "1", "GRPO_TEMPLATE_PADDING": "x" * _PADDING}
-        self._process = subprocess.Popen(argv, env=variables, stdin=subprocess.DEVNULL, pass_fds=[is_ready])
-        os.close(is_ready)
-        self._ready = ready
+        self._process = subprocess.Popen(argv, env=variables, stdin=subprocess.DEVNULL, pass_fds=[ready_writer])
+        os.close(ready_writer)
+        self._ready = ready_reader
 
     def start(
         self, argv: Sequence[str], folder: Path, environment: Mapping[str, str], output: io.BufferedIOBase
@@ -126,39 +137,40 @@ class Template:
             os.close(self._ready)
             self._ready = -1
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(60)  # for the start; the template answers at once
         try:
             connection.connect(self._address)
         except FileNotFoundError as error:
             raise ConnectionError("the template has ended, see its output above") from error
         request = {"argv": list(argv), "cwd": str(folder), "env": dict(environment)}
-        with open(os.devnull) as nothing:
-            socket.send_fds(connection, [b"."], [nothing.fileno(), output.fileno()])
+        with open(os.devnull) as no_input:
+            socket.send_fds(connection, [b"."], [no_input.fileno(), output.fileno()])
             connection.sendall(json.dumps(request).encode() + b"\n")
             return ForkedProcess(list(argv), connection)
 
-    def close(self) -> None:
-        """End the template; the processes that it started go on."""
-        self._process.kill()
-        self._process.wait()
-        self._folder.cleanup()
+    def is_alive(self) -> bool:
+        """Return whether the template runs."""
+        return self._process.poll() is None
 
 
 # What follows runs in the template and in the forked processes.
 
 
-class _Template:
-    """The state of the template after its imports, which each forked process returns to."""
+class _State:
+    """The state of the template after its imports, to which each forked process returns."""
 
     def __init__(self, variables: dict[str, str]) -> None:
         stat = _read_stat()
         self.arguments_at, self.variables_at = stat[48], stat[50]  # addresses
         self.path = list(sys.path)
-        self.variables = variables  # before the imports, which add some
-        self.files = {int(name) for name in os.listdir("/proc/self/fd")}
+        self.modules = set(sys.modules)
+        self.variables = variables  # before the imports
+        self.added_variables = {name: value for name, value in os.environ.items() if name not in variables}  # by them
+        self.files = _list_files()
         self.exit_functions: list[Callable[..., object]] = []  # registered since the fork
         self.exec = subprocess.Popen._execute_child  # type: ignore[attr-defined]
         self.streams = sys.stdin, sys.stdout, sys.stderr
-        self.kept: list[object] = []  # modules of hidden packages, whose functions torch may still call
+        self.dropped_modules: list[object] = []  # torch may still call their functions
 
     def record_exit_functions(self) -> None:
         register = atexit.register
@@ -173,7 +185,7 @@ class _Template:
 _Program = tuple[str, str, list[str]]  # ("-m", module, arguments) or ("script", path, arguments)
 
 
-def _find_program(argv: Sequence[str], variables: Mapping[str, str], template: _Template) -> _Program | None:
+def _find_program(argv: Sequence[str], variables: Mapping[str, str], state: _State) -> _Program | None:
     """Return the program to fork for this command line, or None if it has to be started by exec."""
 
     def read_on_import(name: str) -> bool:
@@ -190,8 +202,8 @@ def _find_program(argv: Sequence[str], variables: Mapping[str, str], template: _
         del words[0]
     if words[:2] == ["-m", _GUARD]:
         return ("-m", words[1], words[2:])
-    for name in {*variables, *template.variables}:
-        if read_on_import(name) and variables.get(name) != template.variables.get(name):
+    for name in {*variables, *state.variables}:
+        if read_on_import(name) and variables.get(name) != state.variables.get(name):
             return None
     if words[:1] == ["-m"] and words[1] in _PROGRAMS:
         return ("-m", words[1], words[2:])
@@ -200,7 +212,7 @@ def _find_program(argv: Sequence[str], variables: Mapping[str, str], template: _
     return None
 
 
-def _install(template: _Template) -> None:
+def _patch_popen(state: _State) -> None:
     """Let ``subprocess.Popen`` start the programs of ``_find_program`` by fork."""
 
     def execute_child(
@@ -211,32 +223,36 @@ def _install(template: _Template) -> None:
     ) -> None:  # fmt: skip
         variables = dict(os.environ if env is None else env)
         is_plain = not shell and executable is None and not isinstance(args, str | bytes | os.PathLike)
-        program = _find_program(args, variables, template) if is_plain and process_group == -1 else None
-        if program is None or (threading.active_count() > 1 and program[1] != _GUARD):
-            template.exec(
+        program = _find_program(args, variables, state) if is_plain and process_group == -1 else None
+        if program is None or threading.active_count() > 1:  # a fork in the middle of another thread's work can hang
+            state.exec(
                 self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
                 p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
                 start_new_session, process_group,
             )  # fmt: skip
             return
-        for stream in (sys.stdout, sys.stderr, *template.streams[1:]):
+        for stream in (sys.stdout, sys.stderr, *state.streams[1:]):
             stream.flush()
-        started, is_started = os.pipe()
+        set_up_reader, set_up_writer = os.pipe()
+        signals = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # for the handlers of the parent
         self.pid = os.fork()
         if not self.pid:
             try:
-                os.close(started)
+                os.close(set_up_reader)
                 streams = {0: p2cread, 1: c2pwrite, 2: errwrite}
-                _set_up(streams, cwd, bool(start_new_session), preexec_fn, {*pass_fds, is_started}, template)
-                _forget_parent(program, list(map(os.fspath, args)), variables, template)
-                os.close(is_started)
+                _set_up(streams, cwd, bool(start_new_session), preexec_fn, {*pass_fds, set_up_writer}, state)
+                _forget_parent(program, list(map(os.fspath, args)), variables, state)
+                os.close(set_up_writer)
+                signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+                _run(program)
             except BaseException:
                 traceback.print_exc()
+            finally:
                 os._exit(255)
-            _run(program, template)
-        os.close(is_started)
-        os.read(started, 1)  # waits for the end of the file, as Popen waits for exec
-        os.close(started)
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+        os.close(set_up_writer)
+        os.read(set_up_reader, 1)  # waits for the end of the file, as Popen waits for exec
+        os.close(set_up_reader)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
@@ -244,7 +260,7 @@ def _install(template: _Template) -> None:
 
 
 def _set_up(
-    streams: dict[int, int], cwd: Any, new_session: bool, preexec_fn: Any, passed: set[int], template: _Template
+    streams: dict[int, int], cwd: Any, new_session: bool, preexec_fn: Any, kept_files: set[int], state: _State
 ) -> None:
     """Do what ``Popen`` does between fork and exec, and close the files that exec would close."""
     copies = {number: os.dup(file) for number, file in streams.items() if file != -1}
@@ -268,48 +284,64 @@ def _set_up(
         preexec_fn()
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    for file in {int(name) for name in os.listdir("/proc/self/fd")} - template.files - passed - {0, 1, 2}:
-        with contextlib.suppress(OSError):  # the file of the listing
-            os.close(file)
+    for file in _list_files() - state.files - kept_files - {0, 1, 2}:
+        os.close(file)
 
 
-def _forget_parent(program: _Program, argv: list[str], variables: dict[str, str], template: _Template) -> None:
+def _list_files() -> set[int]:
+    """Return the numbers of the open files of this process."""
+    numbers = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the file of this listing
+            os.fstat(int(name))
+            numbers.add(int(name))
+    return numbers
+
+
+def _forget_parent(program: _Program, argv: list[str], variables: dict[str, str], state: _State) -> None:
     """Give this process the command line and variables of the program, and the template's other state."""
     gc.freeze()  # objects of the parent must not close files of this process with the same number
-    for function in template.exit_functions:
+    for function in state.exit_functions:
         atexit.unregister(function)
-    template.exit_functions.clear()
+    state.exit_functions.clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # would delete folders of the parent
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
     os.environ.clear()
     os.environ.update(variables)
-    _show(argv, variables, template)
-    hidden = variables.get("GRPO_HIDDEN_PACKAGES", "").split()
+    _write_proc_fields(argv, variables, state)
+    hidden_packages = variables.get("GRPO_HIDDEN_PACKAGES", "").split()
     for name in list(sys.modules):
-        if name.split(".")[0] in {"grpo_recipes", *hidden}:
-            template.kept.append(sys.modules.pop(name))
-    sys.path[:] = template.path
+        if name not in state.modules or name.split(".")[0] in hidden_packages:
+            state.dropped_modules.append(sys.modules.pop(name))
+    sys.path[:] = state.path
     kind, target, arguments = program
     is_safe = "-P" in argv[1:5] or variables.get("PYTHONSAFEPATH")
     if kind == "script" and not is_safe:
         sys.path.insert(0, str(Path(target).resolve().parent))
     sys.argv = [target, *arguments]
     sys.dont_write_bytecode = bool(variables.get("PYTHONDONTWRITEBYTECODE"))
-    sys.stdin, sys.stdout, sys.stderr = template.streams
+    sys.stdin, sys.stdout, sys.stderr = state.streams
     sys.stdout.reconfigure(write_through="-u" in argv[1:5] or bool(variables.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
     tempfile.tempdir = None
     random.seed()
     sys.modules["numpy"].random.seed()
+    if target not in _PROGRAMS and Path(target).name not in _SCRIPTS:  # the launcher and the guards do not use torch
+        return
+    if target == "grpo_recipes.server.serve":
+        os.environ.update({name: value for name, value in state.added_variables.items() if name not in variables})
     torch = sys.modules["torch"]
     torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     torch._dynamo.config.disable = variables.get("TORCHDYNAMO_DISABLE") == "1"
 
 
-def _show(argv: list[str], variables: dict[str, str], template: _Template) -> None:
+def _write_proc_fields(argv: list[str], variables: dict[str, str], state: _State) -> None:
     """Let /proc show this command line and these variables, in the memory where the template's were."""
     ends = []
     for address, words in (
-        (template.arguments_at, argv), (template.variables_at, [f"{name}={value}" for name, value in variables.items()])
+        (state.arguments_at, argv), (state.variables_at, [f"{name}={value}" for name, value in variables.items()])
     ):  # fmt: skip
-        block = "".join(f"{word}\0" for word in words).encode(errors="surrogateescape")[:_PADDING]
+        block = "".join(f"{word}\0" for word in words).encode(errors="surrogateescape")
+        assert len(block) <= _PADDING, "raise _PADDING"
         ctypes.memmove(address, block, len(block))
         ends.append(address + len(block))
     stat = _read_stat()
@@ -317,7 +349,7 @@ def _show(argv: list[str], variables: dict[str, str], template: _Template) -> No
     libc.sbrk.restype = ctypes.c_void_p
     layout = struct.pack(
         "11QPII", stat[26], stat[27], stat[45], stat[46], stat[47], libc.sbrk(0), stat[28],
-        template.arguments_at, ends[0], template.variables_at, ends[1], 0, 0, 0xFFFFFFFF,
+        state.arguments_at, ends[0], state.variables_at, ends[1], 0, 0, 0xFFFFFFFF,
     )  # fmt: skip
     if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.c_char_p(layout), ctypes.c_ulong(len(layout)), ctypes.c_ulong(0)):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_MM_MAP)")
@@ -329,7 +361,7 @@ def _read_stat() -> dict[int, int]:
     return dict(enumerate(map(int, fields), start=4))
 
 
-def _run(program: _Program, template: _Template) -> NoReturn:
+def _run(program: _Program) -> NoReturn:
     """Run the program as Python would, and end this process with its exit code."""
     kind, target, _ = program
     main = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -378,7 +410,7 @@ def _import_libraries() -> None:
     import wandb  # noqa: F401
 
 
-def _serve(address: str, is_ready: int, parent: int) -> None:
+def _serve(address: str, ready_writer: int, parent: int) -> None:
     """Fork a process for each connection, and answer with its pid and its exit code. End with the parent."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     variables = dict(os.environ)
@@ -387,15 +419,14 @@ def _serve(address: str, is_ready: int, parent: int) -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-    template = _Template(variables)
-    template.files.discard(is_ready)
-    template.record_exit_functions()
-    _install(template)
-    _show([sys.executable, "-P", __file__, "template"], dict(os.environ), template)
+    state = _State(variables)
+    state.files.discard(ready_writer)
+    state.record_exit_functions()
+    _patch_popen(state)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(address)
     listener.listen()
-    os.close(is_ready)
+    os.close(ready_writer)
     running: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
     while os.getppid() == parent:
         if select.select([listener], [], [], 0.02)[0]:

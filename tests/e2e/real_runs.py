@@ -139,9 +139,16 @@ def start_launches(root: Path) -> Iterator[Callable[..., Launch]]:
             process.kill()
 
 
-@functools.cache
 def template() -> Template:
-    """Return the template of this process, which has the variables of a vLLM server on CPU and of a trainer."""
+    """Return the template of this process; start another if a test has ended all processes below pytest."""
+    if not _start_template().is_alive():
+        _start_template.cache_clear()
+    return _start_template()
+
+
+@functools.cache
+def _start_template() -> Template:
+    """Start a template with the variables of a vLLM server on CPU."""
     environment = clean_environment(Path(), "template")
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     home = {"HF_HOME": str(REPOSITORY / ".cache" / "huggingface")}

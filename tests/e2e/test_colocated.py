@@ -152,7 +152,7 @@ def test_two_processes_give_the_update_of_one_with_the_joined_batch(launch: Call
     keys = (*COLOCATED, *SMALL, "--optim", "sgd", "--learning_rate", "0.05", "--save_strategy", "no")
     single = launch(*keys, folder="single")
     assert single.wait() == 0, single.output
-    double = launch(*keys, "--num_processes", "2", folder="double")
+    double = launch(*keys, "--num_processes", "2", folder="double", by_exec=True)
     assert double.wait() == 0, double.output
 
     # Two processes sample the completions of the single process, with the same rewards.
@@ -186,7 +186,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(launch: Callable[..., Launch]) -
     assert [row["step"] for row in evaluations] == [2, 4]
     assert alone.summary()["benchmarks"]["smoke:sums"]["samples"] == 2
 
-    continued = launch("--resume", str(copy_until(alone, 2, alone.folder.parent / "continued")), folder="continued")
+    copy = copy_until(alone, 2, alone.folder.parent / "continued")
+    continued = launch("--resume", str(copy), folder="continued", by_exec=True)
 
     assert continued.wait() == 0, continued.output
     assert same_rows(continued, alone) and weights_hash(continued) == weights_hash(alone)
@@ -204,7 +205,7 @@ def test_a_run_stopped_at_any_moment_goes_on_as_if_it_had_not_been(launch: Calla
 
     assert stopped.wait(30) == 75, stopped.output
     assert stopped.processes() == [] and 3 <= len(stopped.rows()) < 20
-    resumed = launch("--resume", str(stopped.run_dir), folder="stopped")
+    resumed = launch("--resume", str(stopped.run_dir), folder="stopped", by_exec=True)
     assert resumed.wait() == 0, resumed.output
     alone = launch(*keys, folder="alone")
     assert alone.wait() == 0, alone.output

@@ -72,7 +72,8 @@ def test_two_processes_play_as_one(launch: Callable[..., Launch], example: dict[
     recipe, runs = example["recipes/examples/two_sums.yaml"], []
     for processes in ("1", "2"):
         size = str(64 // int(processes))
-        runs.append(launch(recipe, *GAME, *SHORT[:-1], size, "--num_processes", processes, folder=processes))
+        flags = (*GAME, *SHORT[:-1], size, "--num_processes", processes)
+        runs.append(launch(recipe, *flags, folder=processes, by_exec=processes == "2"))
         assert runs[-1].wait() == 0, runs[-1].output
     single, double = (run.rows() for run in runs)
     assert [row["reward"] for row in double] == pytest.approx([row["reward"] for row in single], abs=1e-6)
@@ -122,7 +123,7 @@ def test_models_play_the_other_seats(
     sizes = ("--max_steps", "2", "--prompts_per_step", "4", "--per_device_train_batch_size", "16")
     runs = [launch(str(recipe), *sizes, *flags, folder="one")]
     assert runs[0].wait(600) == 0, runs[0].output
-    runs.append(launch(str(recipe), *sizes, *flags, folder="two"))
+    runs.append(launch(str(recipe), *sizes, *flags, folder="two", by_exec=True))
     assert runs[1].wait(600) == 0, runs[1].output
     assert same_rows(*runs) and weights_hash(runs[0]) == weights_hash(runs[1])
     for row in runs[0].rows():

@@ -37,7 +37,7 @@ def test_two_ranks_continued_in_the_second_and_third_epoch(
 
     for step in SAVED:
         folder = copy_until(alone, step, alone.folder.parent / f"from-{step}")
-        continued = launch("--resume", str(folder), folder=f"from-{step}")
+        continued = launch("--resume", str(folder), folder=f"from-{step}", by_exec=True)
         assert continued.wait() == 0, continued.output
         assert f"resuming from checkpoint-{step}" in continued.output
         for rank in RANKS:

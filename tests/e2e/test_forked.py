@@ -36,6 +36,7 @@ def describe(run: Launch, role: str) -> dict[str, Any]:
         "session": os.getsid(pid) == pid,
         "ignored signals": re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text()),
         "input": os.readlink(f"/proc/{pid}/fd/0"),
+        "memory of the start": Path(f"/proc/{pid}/auxv").read_bytes(),  # AT_RANDOM: the same after a fork
         "output": os.readlink(f"/proc/{pid}/fd/1") == str(run.log_path(role)),
     }
 
@@ -53,6 +54,8 @@ def test_a_forked_run_is_like_one_that_was_started_by_exec(
         assert run.wait() == 0, run.output
         run.wait_for_nothing_left()
         runs.append(run)
+    starts = [{role: fields.pop("memory of the start") for role, fields in each.items()} for each in processes]
+    assert starts[0]["server"] == starts[0]["trainer"] and starts[1]["server"] != starts[1]["trainer"]
     assert processes[0] == processes[1]
     assert same_rows(*runs) and weights_hash(runs[0]) == weights_hash(runs[1])
 

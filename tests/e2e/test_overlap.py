@@ -60,12 +60,12 @@ def test_a_killed_server_a_stop_and_a_kill_change_nothing(launch: Callable[..., 
     other.wait_for_step(6)
     other.process.send_signal(signal.SIGUSR1)
     assert other.wait(300) == 75, other.output
-    other = launch("--resume", str(other.run_dir), folder="other")
+    other = launch("--resume", str(other.run_dir), folder="other", by_exec=True)
     other.wait_for_step(9)
     for process in other.processes():
         process.kill()
     other.process.wait(60)
-    other = launch("--resume", str(other.run_dir), folder="other")
+    other = launch("--resume", str(other.run_dir), folder="other", by_exec=True)
     assert other.wait(600) == 0, other.output
     assert "generation sampled ahead" in other.log("trainer")
     assert same_rows(other, alone)
@@ -90,7 +90,7 @@ def test_two_ranks_learn_and_go_on_from_a_checkpoint_as_if_left_alone(
     # listwise keeps to the reference, and shows no gain in so few steps.
     assert "listwise" in keys or sum(rewards[-3:]) > sum(rewards[:3]) + 0.15, rewards
     copy = copy_until(alone, 7, alone.folder.parent / "copy")
-    continued = launch("--resume", str(copy), folder="copy")
+    continued = launch("--resume", str(copy), folder="copy", by_exec=True)
     assert continued.wait(800) == 0, continued.output
     assert "resuming from checkpoint-7" in continued.output
     assert same_rows(continued, alone)

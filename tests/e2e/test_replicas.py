@@ -51,7 +51,7 @@ def test_a_killed_replica_and_a_stop_change_nothing(launch: Callable[..., Launch
     assert run.wait() == 75, run.output
     assert run.processes() == []
     places.assert_left()
-    resumed = launch("--resume", str(run.run_dir))
+    resumed = launch("--resume", str(run.run_dir), by_exec=True)
     assert resumed.wait(600) == 0, resumed.output
     summary = run.summary()
     assert (summary["status"], summary["restarts"]) == ("completed", 1)

@@ -110,7 +110,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 
         def complete_run(*keys: str) -> Launch:
             if keys not in runs:
-                run = launch(*SHORT, *keys, folder=f"run-{len(runs)}")
+                run = launch(*SHORT, *keys, folder=f"run-{len(runs)}", by_exec=True)
                 assert run.wait() == 0, run.output
                 runs[keys] = run
             return runs[keys]
