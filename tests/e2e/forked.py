@@ -58,7 +58,7 @@ _READ_ON_IMPORT = (
     "HF_TOKEN_PATH ",
 )  # fmt: skip
 _PADDING = 100_000  # bytes for the command line, and for the variables, that /proc shows of a forked process
-_PR_SET_MM, _PR_SET_MM_MAP = 35, 14  # prctl(2)
+_PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 15, 35, 14  # prctl(2)
 
 
 class ForkedProcess:
@@ -170,6 +170,7 @@ class _State:
         self.exit_functions: list[Callable[..., object]] = []  # registered since the fork
         self.exec = subprocess.Popen._execute_child  # type: ignore[attr-defined]
         self.streams = sys.stdin, sys.stdout, sys.stderr
+        self.shown_variables: dict[str, str] = {}  # of /proc/self/environ
         self.dropped_modules: list[object] = []  # torch may still call their functions
 
     def record_exit_functions(self) -> None:
@@ -309,6 +310,7 @@ def _forget_parent(program: _Program, argv: list[str], variables: dict[str, str]
     os.environ.clear()
     os.environ.update(variables)
     _write_proc_fields(argv, variables, state)
+    state.shown_variables = variables
     hidden_packages = variables.get("GRPO_HIDDEN_PACKAGES", "").split()
     for name in list(sys.modules):
         if name not in state.modules or name.split(".")[0] in hidden_packages:
@@ -361,6 +363,16 @@ def _read_stat() -> dict[int, int]:
     return dict(enumerate(map(int, fields), start=4))
 
 
+def _patch_process_titles(state: _State) -> None:
+    """Let setproctitle name a process where /proc now shows its command line; vLLM names its processes with it."""
+
+    def set_title(title: str) -> None:
+        _write_proc_fields([title], state.shown_variables, state)
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, title.encode())
+
+    sys.modules["setproctitle"].setproctitle = set_title  # type: ignore[attr-defined]
+
+
 def _run(program: _Program) -> NoReturn:
     """Run the program as Python would, and end this process with its exit code."""
     kind, target, _ = program
@@ -393,12 +405,10 @@ def _run(program: _Program) -> NoReturn:
 
 def _import_libraries() -> None:
     """Import what servers and trainers import, except TRL, which looks for vLLM while it is imported."""
-    import setproctitle
-
-    setproctitle.getproctitle()  # finds the memory of the command line, for vLLM's names of its processes
     import accelerate.commands.launch  # noqa: F401
     import datasets  # noqa: F401
     import peft  # noqa: F401
+    import setproctitle  # noqa: F401
     import torch.distributed.elastic.rendezvous.static_tcp_rendezvous  # noqa: F401
     import transformers.trainer  # noqa: F401
     import vllm.entrypoints.cli.serve
@@ -422,6 +432,7 @@ def _serve(address: str, ready_writer: int, parent: int) -> None:
     state = _State(variables)
     state.files.discard(ready_writer)
     state.record_exit_functions()
+    _patch_process_titles(state)
     _patch_popen(state)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(address)
