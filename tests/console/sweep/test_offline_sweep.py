@@ -71,7 +71,7 @@ def test_the_same_command_goes_on_in_the_folder_of_another_second(folder, fake_l
 def scripts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record the submitted scripts."""
     texts: list[str] = []
-    monkeypatch.setattr(submission, "submit", lambda script: texts.append(script.read_text()) or 41)
+    monkeypatch.setattr(submission, "submit", lambda script, after: texts.append(script.read_text()) or 41)
     monkeypatch.setattr(submission, "_check_deep", lambda *arguments: None)
     return texts
 
