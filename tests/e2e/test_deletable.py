@@ -61,6 +61,7 @@ def test_the_core_trains_without_any_of_them(overlay: Overlay) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.timeout(1500)
 def test_the_cores_own_tests_pass_without_any_of_them(tmp_path: Path) -> None:
     tracked = subprocess.run(
