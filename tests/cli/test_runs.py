@@ -524,12 +524,12 @@ def bare_job(folder, monkeypatch):
                 f"StdErr={checkout}/logs/slurm_5.err StdIn=/dev/null StdOut={checkout}/logs/slurm_5.out Power="
             )
 
-        monkeypatch.setattr(client, "query", ask)
-        monkeypatch.setattr(client, "_run_command", lambda *argv, **how: requests.append(argv) or "")
         path = checkout / "logs/slurm_5.err"
         path.parent.mkdir(exist_ok=True)
-        if log:
+        if log and not path.exists():  # a log that is written again is empty for a moment
             path.write_text("loading modules\nsetup: the lock has changed, and a job installs nothing\nbye\n")
+        monkeypatch.setattr(client, "query", ask)
+        monkeypatch.setattr(client, "_run_command", lambda *argv, **how: requests.append(argv) or "")
         return path
 
     requests = show.asked = []
