@@ -16,7 +16,7 @@ from hypothesis import settings
 from needs import deleted, left_out_files, needs_deleted
 from private_network import pytest_configure
 from ran_tests import pytest_runtest_logreport
-from rotation import order_for_the_day, skip_where_time_is_over
+from rotation import leave_out_other_days, skip_where_time_is_over
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.devices import Node, Resources
@@ -59,12 +59,12 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with those that take longest: the processes then end about together."""
+    """Choose the day's tests, and begin with those that take longest: the processes then end about together."""
     first = [Path(__file__).parent / name for name in LONGEST]
     items.sort(
         key=lambda item: next((at for at, path in enumerate(first) if item.path.is_relative_to(path)), len(first))
     )
-    order_for_the_day(items)
+    leave_out_other_days(config, items)
     if deleted():
         left_out = [item for item in items if needs_deleted(item.name, getattr(item, "originalname", item.name))]
         config.hook.pytest_deselected(items=left_out)

@@ -3,7 +3,7 @@
 A row of a ``*_rows.yaml`` file is one promise of others: its status and its tests. A row of ``faults.yaml`` is one
 fault: how a run ends, and the tests that inject it. As a program (`make coverage`), this module fails if a row rests
 on a test that did not pass. It reads the record GRPO_RAN_TESTS, which ``ran_tests.py`` writes during `make test` and
-`make e2e`. After `make e2e-today`, a rotating test that is not in the record counts: there was no time for it.
+`make e2e`. After `make e2e-today`, a rotating test of another day counts unless it ran and did not pass.
 
 Usage: ``GRPO_RAN_TESTS=.cache/ran-tests.txt python tests/ledgers.py``
 """
@@ -183,7 +183,7 @@ def exists(test: str) -> bool:
 
 
 def is_rotating(test: str) -> bool:
-    """Return whether a test can miss a day (``rotation.py``): it has the mark, or its whole file has."""
+    """Return whether a test runs on some days only (``rotation.py``): it has the mark, or its whole file has."""
     file, _, function = test.partition("::")
     return _functions(REPOSITORY / file).get(function, False)
 
@@ -204,7 +204,7 @@ def _functions(path: Path) -> dict[str, bool]:
 
 
 def counted(tests: Iterable[str], file: Path) -> set[str]:
-    """Return the tests that passed and, after `make e2e-today`, the rotating tests for which there was no time."""
+    """Return the tests that passed and, after one day's share of the rotating tests, the tests of other days."""
     lines = file.read_text().splitlines()
     ran, is_share = {line.partition(" ")[2] for line in lines}, any(line.startswith("day ") for line in lines)
     resting = {test for test in tests if is_share and test not in ran and exists(test)}
@@ -257,7 +257,7 @@ def main() -> int:
     shown = counted([test for row in read_rows() for test in row.tests], file)
     wrong, excused = judge_rows(read_rows(), shown, _is_present)
     for test in sorted(shown - passed_tests(file)):
-        print(f"coverage: {test} was not reached today")
+        print(f"coverage: {test} is of another day")
     for test, program in sorted(excused.items()):
         print(f"coverage: {test} was skipped: {program} is missing, or you are not root")
     wrong = [*problems(), *wrong, *judge_faults(read_faults(), file)]

@@ -10,7 +10,7 @@ from rotation import TIME_IS_OVER
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Add a line for each test: its outcome and its id without parameters. Without time for it, none."""
+    """Add a line for each test: its outcome and its id without parameters. A test that rests today has none."""
     file = os.environ.get("GRPO_RAN_TESTS")
     rests = report.skipped and TIME_IS_OVER in str(report.longrepr)
     if file and not rests and (report.when == "call" or not report.passed):  # a fixture can fail and skip as well

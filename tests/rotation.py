@@ -1,12 +1,12 @@
-"""Order the whole runs for `make e2e-today`, and start none of those marked ``rotating`` after the time limit.
+"""Choose the rotating tests of the day GRPO_DAY (an integer), which `make e2e-today` sets.
 
-`make e2e` runs all tests without a limit. CI runs the rotating tests after all others, and starts none of them after
-GRPO_ROTATE_UNTIL (seconds since 1970). On a slow machine some of them therefore run on another day. The files begin
-with those that the last commits concern, newest first. The other files follow, from a start that moves by
-``STEP`` files each day (GRPO_DAY, an integer), so that all have their turn.
+Whole runs take minutes. `make e2e` runs all tests marked `rotating`. CI runs a third per day of those that inject a
+`fault`, and a sixth of the others, after all other tests. It starts none of them after GRPO_ROTATE_UNTIL (seconds
+since 1970): on a slow machine they run on another day.
 
-A commit concerns the test files that it changes, and the test files with a word of its source files in their path:
-`src/grpo_recipes/weights/lora.py` concerns `tests/weights/` and `tests/e2e/test_lora.py`.
+The day's files begin with those that the last commits concern, newest first. A commit concerns the test files that it
+changes, and the test files with a word of its source files in their path: `src/grpo_recipes/weights/lora.py` concerns
+`tests/weights/` and `tests/e2e/test_lora.py`. Whole runs that the newest ``ALL_OF`` commits concern run on every day.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-COMMITS = 5  # the last commits: their tests come before all others
+COMMITS = 40  # older commits do not change the order
+ALL_OF = 5  # commits of which each rotating test runs
 SWEEP = 20  # a commit with more files, such as a renaming, concerns no test more than another
 COMMON_WORDS = {"", "src", "grpo", "recipes", "grpo_recipes", "extensions", "tests", "test", "e2e"}
-STEP = 11  # files; a prime number, so that each file is the first on some day
+DAYS_OF_FAULTS, DAYS_OF_OTHERS = 3, 6
 TIME_IS_OVER = "the time of today's rotating tests is over: make e2e runs all"
 ROTATES = (pytest.mark.slow, pytest.mark.rotating)  # marks of a parameter that takes many seconds
 
 
-def order_for_the_day(items: list[pytest.Item]) -> None:
-    """Sort the tests if GRPO_DAY is set: rotating tests last, their files by the last commits and by the day."""
+def leave_out_other_days(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the rotating tests of the other days."""
     day = os.environ.get("GRPO_DAY")
     if day is None:
         return
-    changes = read_recent_changes()
-    ages = {path: count_newer_commits(path, changes) for path in {item.path for item in items}}
-    files = sorted({item.path for item in items if ages[item.path] == COMMITS})
-    start = int(day) * STEP % max(1, len(files))
-    positions = {path: position for position, path in enumerate(files[start:] + files[:start])}
-    items.sort(key=lambda item: (is_rotating(item), ages[item.path], positions.get(item.path, 0)))
+    ages = {path: count_newer_commits(path, read_recent_changes()) for path in {item.path for item in items}}
+    new = {item for item in rotating(items) if ages[item.path] < ALL_OF}
+    left_out = set(rotating(items)) - share(items, int(day)) - new
+    config.hook.pytest_deselected(items=list(left_out))
+    chosen = [item for item in items if item not in left_out]
+    items[:] = sorted(chosen, key=lambda item: (is_rotating(item), ages[item.path]))
 
 
 @functools.cache
@@ -80,3 +81,16 @@ def skip_where_time_is_over(item: pytest.Item) -> None:
 def is_rotating(item: pytest.Item) -> bool:
     """Return whether an item does not run every day."""
     return item.get_closest_marker("rotating") is not None
+
+
+def rotating(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the items that do not run every day."""
+    return [item for item in items if is_rotating(item)]
+
+
+def share(items: list[pytest.Item], day: int) -> set[pytest.Item]:
+    """Return the rotating items that run on a day."""
+    resting = rotating(items)
+    faults = [item for item in resting if item.get_closest_marker("fault")]
+    without_fault = [item for item in resting if item not in faults]
+    return {*faults[day % DAYS_OF_FAULTS :: DAYS_OF_FAULTS], *without_fault[day % DAYS_OF_OTHERS :: DAYS_OF_OTHERS]}

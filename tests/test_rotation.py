@@ -1,4 +1,4 @@
-"""The order of the whole runs on a day, and their time limit."""
+"""The rotating tests of a day, chosen from the real tests."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import rotation
 from ledgers import is_rotating
 from rotation import (
+    ALL_OF,
     COMMITS,
+    DAYS_OF_FAULTS,
+    DAYS_OF_OTHERS,
     SWEEP,
     TIME_IS_OVER,
     count_newer_commits,
-    order_for_the_day,
     read_recent_changes,
     skip_where_time_is_over,
 )
 
 TESTS = Path(__file__).parent
-COLLECT = """
+EACH_DAY = """
 import json, sys
 import pytest, rotation
-class Collection:
+class Days:
     def pytest_collection_finish(self, session):
-        print("items", json.dumps([[item.nodeid, rotation.is_rotating(item)] for item in session.items]))
-sys.exit(pytest.main(["--collect-only", "-q", *sys.argv[1:]], plugins=[Collection()]))
+        names = lambda items: sorted(item.nodeid for item in items)
+        days = [names(rotation.share(session.items, day)) for day in range(rotation.DAYS_OF_OTHERS)]
+        print("days", json.dumps([names(rotation.rotating(session.items)), days, names(session.items)]))
+sys.exit(pytest.main(["--collect-only", "-q", *sys.argv[1:]], plugins=[Days()]))
 """
-FILES = ("e2e/test_deaths.py", "e2e/test_faults.py", "e2e/test_lora.py", "e2e/test_submit.py")
+FILES = ("e2e/test_deaths.py", "e2e/test_faults.py", "e2e/test_submit.py")
 
 
 def run(*command: str, **environment: str) -> str:
@@ -45,38 +48,35 @@ def run(*command: str, **environment: str) -> str:
     return done.stdout
 
 
-def collect(*files: str, **environment: str) -> list[tuple[str, bool]]:
-    """Return the tests in their order, each with whether it rotates."""
-    (line,) = [line for line in run("-c", COLLECT, *files, **environment).splitlines() if line.startswith("items ")]
-    return [(name, rotates) for name, rotates in json.loads(line.removeprefix("items "))]
+@pytest.fixture(scope="module")
+def days() -> tuple[set[str], list[set[str]]]:
+    """Return the names of all rotating tests, and of the tests of each day until all have run."""
+    (line,) = [line for line in run("-c", EACH_DAY, *FILES).splitlines() if line.startswith("days ")]
+    whole, shares, _ = json.loads(line.removeprefix("days "))
+    return set(whole), [set(day) for day in shares]
 
 
-def item(file: str, rotates: bool) -> SimpleNamespace:
-    marks = {"rotating": "rotating"} if rotates else {}
-    return SimpleNamespace(path=TESTS / file, get_closest_marker=marks.get, name=file)
+def test_every_test_runs_on_one_of_the_days(days) -> None:
+    whole, shares = days
+    assert len(shares) == DAYS_OF_OTHERS
+    assert len(whole) > DAYS_OF_OTHERS and set.union(*shares) == whole
+    assert all(len(share) <= len(whole) / 2 for share in shares)
 
 
-def test_every_test_runs_every_day_and_rotating_tests_come_last() -> None:
-    listed = collect(*FILES)
-    today = collect(*FILES, GRPO_DAY="20781")
-    assert sorted(today) == sorted(listed) and len(today) > 15
-    kinds = [rotates for _, rotates in today]
-    assert kinds == sorted(kinds) and {*kinds} == {False, True}
+def test_all_faults_run_within_fewer_days(days) -> None:
+    whole, shares = days
+    first, second = set.union(*shares[:DAYS_OF_FAULTS]), set.union(*shares[DAYS_OF_FAULTS:])
+    faults = {name for name in whole if "test_kill_9" in name or "test_faults.py" in name}
+    assert len(faults) > 5 and faults <= first and faults <= second
 
 
-def test_files_of_the_last_commits_come_first_and_each_other_file_is_once_the_first(monkeypatch) -> None:
-    monkeypatch.setattr(rotation, "read_recent_changes", lambda: [{"tests/e2e/test_ports.py"}, {"lora"}])
-    names = ["e2e/test_lora.py", "e2e/test_ports.py", *(f"e2e/test_{letter}.py" for letter in "abcdefghi")]
-    firsts = set()
-    for day in range(9):
-        monkeypatch.setenv("GRPO_DAY", str(20_000 + day))
-        items = [item(name, rotates=True) for name in names] + [item("e2e/test_z.py", rotates=False)]
-        order_for_the_day(items)
-        order = [each.name for each in items]
-        assert order[:3] == ["e2e/test_z.py", "e2e/test_ports.py", "e2e/test_lora.py"]
-        assert sorted(order[3:]) == names[2:]
-        firsts.add(order[3])
-    assert sorted(firsts) == names[2:]
+def test_a_day_leaves_out_those_of_the_other_days(days) -> None:
+    whole, shares = days
+    listed = run("-m", "pytest", "--collect-only", "-q", *FILES, GRPO_DAY="20781")
+    new = {file for file in FILES if count_newer_commits(TESTS / file, read_recent_changes()) < ALL_OF}
+    for name in whole:
+        of_today = name in shares[20781 % DAYS_OF_OTHERS] or name.partition("::")[0].removeprefix("tests/") in new
+        assert (name in listed) == of_today, name
 
 
 def test_a_commit_concerns_the_tests_that_it_changes_and_those_of_its_source_files(tmp_path) -> None:
@@ -110,7 +110,7 @@ def test_once_the_time_is_over_rotating_tests_are_not_started(monkeypatch, mark,
 
 @pytest.mark.slow
 @pytest.mark.rotating
-def test_one_that_is_not_started_is_not_recorded(tmp_path) -> None:
+def test_one_that_is_not_started_counts_as_one_of_another_day(tmp_path) -> None:
     ran = tmp_path / "ran"
     late = {"GRPO_ROTATE_UNTIL": "1", "GRPO_RAN_TESTS": str(ran)}
     output = run("-m", "pytest", "-rs", "setup/test_setup.py", "-k", "silent_index or conda_prefix", **late)
@@ -122,8 +122,10 @@ def test_one_that_is_not_started_is_not_recorded(tmp_path) -> None:
 @pytest.mark.rotating
 def test_make_coverage_takes_those_for_rotating_that_pytest_does() -> None:
     files = [str(path) for path in sorted(TESTS.rglob("test_*.py")) if "mark.rotating" in path.read_text()]
-    tests = collect(*files, PYTHONPATH=str(TESTS.parent))
-    daily = {name.partition("[")[0] for name, rotates in tests if not rotates}
-    rotating = {name.partition("[")[0] for name, rotates in tests if rotates}
+    output = run("-c", EACH_DAY, *files, PYTHONPATH=str(TESTS.parent))
+    (line,) = [line for line in output.splitlines() if line.startswith("days ")]
+    whole, _, listed = json.loads(line.removeprefix("days "))
+    daily = {name.partition("[")[0] for name in set(listed) - set(whole)}
+    rotating = {name.partition("[")[0] for name in whole}
     assert len(rotating) > 40 and len(daily) > 10
     assert {name for name in rotating | daily if is_rotating(name)} == rotating - daily

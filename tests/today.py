@@ -1,4 +1,4 @@
-"""Run pytest with a time limit for the rotating tests, as CI does: make e2e-today.
+"""Run pytest with today's share of the rotating tests, as CI does: make e2e-today.
 
 Rotating tests start only within ``MINUTES`` after the start of `make test`. Without a record of `make test`, the
 minutes count from the start of this script.
@@ -23,7 +23,7 @@ def main() -> int:
     day = int(now // 86400)
     record.parent.mkdir(parents=True, exist_ok=True)
     with record.open("a") as file:
-        file.write(f"day {day}\n")  # make coverage then excuses rotating tests that did not run
+        file.write(f"day {day}\n")  # make coverage then excuses the tests of other days
     environment = {"GRPO_DAY": str(day), "GRPO_ROTATE_UNTIL": str(started + MINUTES * 60)}
     return subprocess.run([sys.executable, "-m", "pytest", *sys.argv[1:]], env=os.environ | environment).returncode
 

@@ -108,6 +108,7 @@ def test_tied_embeddings_are_in_one_copy_too(launch: Callable[..., Launch]) -> N
 
 @pytest.mark.slow
 @pytest.mark.rotating
+@pytest.mark.fault
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("bridge", "flags"), INTERRUPTED)
 def test_a_killed_server_and_a_stop_change_nothing(

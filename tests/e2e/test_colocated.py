@@ -299,6 +299,7 @@ class Drop(TrainerCallback):
 
 @pytest.mark.slow
 @pytest.mark.rotating
+@pytest.mark.fault
 def test_a_load_that_one_vllm_drops_stops_every_process(launch: Callable[..., Launch], tmp_path: Path) -> None:
     (tmp_path / "drops.py").write_text(DROPS)
     run = launch(*override(TWO, max_steps=4, callbacks=f"{tmp_path}/drops.py:Drop", save_steps=1))
@@ -314,6 +315,7 @@ def test_a_load_that_one_vllm_drops_stops_every_process(launch: Callable[..., La
 
 @pytest.mark.slow
 @pytest.mark.rotating
+@pytest.mark.fault
 def test_a_killed_process_ends_the_run_and_leaves_nothing(launch: Callable[..., Launch]) -> None:
     memory = set(Path("/dev/shm").iterdir())
     run = launch(*override(TWO, max_steps=100000))

@@ -26,6 +26,7 @@ def find_pid(run: Launch, victim: str) -> int:
 
 
 @pytest.mark.rotating
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("victim", "message", "code"),
     [
@@ -64,6 +65,7 @@ def test_kill_9_ends_the_run_and_names_the_victim(
 
 @pytest.mark.slow
 @pytest.mark.rotating
+@pytest.mark.fault
 def test_of_two_ranks_the_killed_one_is_named(launch: Callable[..., Launch]) -> None:
     run = launch(*ENDLESS, "--num_processes", "2")
     run.wait_for_step(2)
@@ -112,6 +114,7 @@ def test_a_server_that_cannot_start_is_told_with_its_last_lines(launch: Callable
 
 @pytest.mark.slow
 @pytest.mark.rotating
+@pytest.mark.fault
 def test_when_launcher_and_guards_are_killed_together_nothing_trains_on(launch: Callable[..., Launch]) -> None:
     run = launch(*ENDLESS)
     run.wait_for_step(2)
@@ -127,6 +130,7 @@ def test_when_launcher_and_guards_are_killed_together_nothing_trains_on(launch: 
 
 @pytest.mark.slow
 @pytest.mark.rotating
+@pytest.mark.fault
 def test_a_resume_at_once_waits_for_what_a_killed_launcher_left(launch: Callable[..., Launch]) -> None:
     run = launch(*ENDLESS, "--save_steps", "1")
     run.wait_for_step(2)

@@ -120,6 +120,7 @@ def test_the_server_has_the_weights_of_every_step(launch: Callable[..., Launch],
 
 @pytest.mark.slow
 @pytest.mark.rotating
+@pytest.mark.fault
 @pytest.mark.timeout(900)
 def test_a_server_that_takes_no_weights_and_one_that_is_gone_are_refused(
     launch: Callable[..., Launch], tmp_path: Path
@@ -141,6 +142,7 @@ def test_a_server_that_takes_no_weights_and_one_that_is_gone_are_refused(
 
 @pytest.mark.slow
 @pytest.mark.rotating
+@pytest.mark.fault
 @pytest.mark.timeout(900)
 def test_a_run_whose_server_dies_ends_with_the_cause(launch: Callable[..., Launch], tmp_path: Path) -> None:
     number = free_port()

@@ -95,6 +95,7 @@ def test_ten_iterations_learn_and_the_server_ends_with_the_trainers_weights(laun
 
 
 @pytest.mark.rotating
+@pytest.mark.fault
 def test_killed_and_started_again_it_ends_as_if_it_had_not_been(launch: Callable[..., Launch]) -> None:
     words = ["python", "run_offline_grpo.py", "model.train_id=smoke:sums", "data.problems=sums", "train.iterations=8"]
     flags = (

@@ -162,6 +162,7 @@ def test_a_server_of_two_nodes_gets_the_weights_on_both(
 
 @pytest.mark.slow
 @pytest.mark.rotating
+@pytest.mark.fault
 @pytest.mark.timeout(900)
 def test_an_engine_killed_on_the_other_node_is_named_and_the_server_replaced(
     slurm: SlurmCluster, tmp_path: Path
