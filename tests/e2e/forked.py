@@ -45,8 +45,8 @@ from typing import Any, NoReturn
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Modules, and scripts by their file name, that are started by fork.
-_GUARD = "grpo_recipes.launch.processes"
-_PROGRAMS = {"grpo_recipes.launch.accelerate", "grpo_recipes.server.serve"}
+_GUARD, _SERVER = "grpo_recipes.launch.processes", "grpo_recipes.server.serve"
+_PROGRAMS = {"grpo_recipes.launch.accelerate", _SERVER}
 _SCRIPTS = {"grpo.py", "maxent-grpo.py", "sft.py"}
 _FLAGS = {"-P", "-s", "-u"}  # flags of Python that a forked program can have
 # Prefixes of variables that libraries read when they are imported; a final space means the whole name.
@@ -58,7 +58,7 @@ _READ_ON_IMPORT = (
     "HF_TOKEN_PATH ",
 )  # fmt: skip
 _PADDING = 100_000  # bytes for the command line, and for the variables, that /proc shows of a forked process
-_PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 15, 35, 14  # prctl(2)
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 1, 15, 35, 14  # prctl(2)
 
 
 class ForkedProcess:
@@ -174,6 +174,7 @@ class _State:
         self.dropped_modules: list[object] = []  # torch may still call their functions
 
     def record_exit_functions(self) -> None:
+        """Add the functions that are registered with ``atexit`` from now on to ``exit_functions``."""
         register = atexit.register
 
         def recorded(function: Callable[..., object], *args: Any, **options: Any) -> Callable[..., object]:
@@ -329,7 +330,7 @@ def _forget_parent(program: _Program, argv: list[str], variables: dict[str, str]
     sys.modules["numpy"].random.seed()
     if target not in _PROGRAMS and Path(target).name not in _SCRIPTS:  # the launcher and the guards do not use torch
         return
-    if target == "grpo_recipes.server.serve":
+    if target == _SERVER:
         os.environ.update({name: value for name, value in state.added_variables.items() if name not in variables})
     torch = sys.modules["torch"]
     torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
@@ -422,7 +423,7 @@ def _import_libraries() -> None:
 
 def _serve(address: str, ready_writer: int, parent: int) -> None:
     """Fork a process for each connection, and answer with its pid and its exit code. End with the parent."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     variables = dict(os.environ)
     gc.disable()
     _import_libraries()
@@ -445,13 +446,9 @@ def _serve(address: str, ready_writer: int, parent: int) -> None:
             _, files, _, _ = socket.recv_fds(connection, 1, 2)
             request = json.loads(connection.makefile().readline())
             child = subprocess.Popen(
-                request["argv"],
-                cwd=request["cwd"],
-                env=request["env"],
-                stdin=files[0],
-                stdout=files[1],
-                stderr=files[1],
-            )
+                request["argv"], cwd=request["cwd"], env=request["env"],
+                stdin=files[0], stdout=files[1], stderr=files[1],
+            )  # fmt: skip
             for file in files:
                 os.close(file)
             connection.sendall(f"{child.pid}\n".encode())

@@ -19,7 +19,7 @@ import psutil
 from forked import ForkedProcess, Template
 
 from grpo_recipes import smoke
-from grpo_recipes.plan.commands import base_environment, server_environment
+from grpo_recipes.plan.commands import base_environment, hub_environment, server_environment
 from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 from grpo_recipes.runs.rundir import read_json, read_metrics
 
@@ -150,11 +150,9 @@ def template() -> Template:
 def _start_template() -> Template:
     """Start a template with the variables of a vLLM server on CPU."""
     environment = clean_environment(Path(), "template")
+    environment = base_environment(environment) | hub_environment(environment)
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    home = {"HF_HOME": str(REPOSITORY / ".cache" / "huggingface")}
-    return Template(
-        {**base_environment(environment), **server_environment("cpu", None, environment), **offline, **home}
-    )
+    return Template(environment | server_environment("cpu", None, environment) | offline)
 
 
 def override(flags: Sequence[str], **keys: Any) -> tuple[str, ...]:

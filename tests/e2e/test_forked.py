@@ -16,21 +16,21 @@ from grpo_recipes.runs.rundir import read_json
 
 
 def describe(run: Launch, role: str) -> dict[str, Any]:
-    """What the system knows of a process of a run, without pids, ports and names of folders."""
+    """Return the facts of a process in /proc that do not differ between two runs of a recipe."""
     pid = run.pid_of(role)
     process = psutil.Process(pid)
-    own = {str(run.folder): "FOLDER", run.mark: "MARK"}
+    names = {str(run.folder): "FOLDER", run.mark: "MARK"}  # text that differs between runs -> its name
     for name in ("GRPO_RUN", "GRPO_SYNC_DIR", "TMPDIR", "WANDB_RUN_ID", "GRPO_RUN_DIR"):
-        own[process.environ()[name]] = name
+        names[process.environ()[name]] = name
 
-    def without_names(text: str) -> str:
-        for name in sorted(own, key=len, reverse=True):
-            text = text.replace(name, own[name])
+    def replace_names(text: str) -> str:
+        for value in sorted(names, key=len, reverse=True):
+            text = text.replace(value, names[value])
         return re.sub(r"\d{8}-\d{6}|(?<=port )\d+", "N", text)
 
     return {
-        "command": without_names(" ".join(process.cmdline())),
-        "variables": {name: without_names(value) for name, value in sorted(process.environ().items())},
+        "command": replace_names(" ".join(process.cmdline())),
+        "variables": {name: replace_names(value) for name, value in sorted(process.environ().items())},
         "folder": process.cwd() == str(run.cwd),
         "parent": process.ppid() == read_json(run.run_dir / "processes" / f"{role}.json")["guard"],
         "engines": sorted(child.name() for child in process.children(recursive=True) if "VLLM" in child.name()),

@@ -1,4 +1,4 @@
-"""Tools in `grpo eval`: completions whose calls are run as in a training, with a server that samples each turn.
+"""Tools in `grpo eval`: sample completions turn by turn from a server, and run their calls as a training does.
 
 with open_tools(recipe, weights, copies) as tools:  # None for a recipe without tools
     arguments = tools.arguments  # their chat_template_kwargs show the tools
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from grpo_recipes.console.generate import make_trainer_arguments
 from grpo_recipes.errors import config_error
@@ -24,7 +24,7 @@ from grpo_recipes.smoke import SMOKE_SCHEME
 
 if TYPE_CHECKING:
     from grpo_recipes.rollouts.openai import CompletionClient, Failed, Sample, SamplingParameters
-    from grpo_recipes.rollouts.source import Source
+    from grpo_recipes.rollouts.source import SamplingTrainer, Source
 
 _BATCHES = 4  # batches of requests whose turns are sampled together, because some episodes end early
 
@@ -38,12 +38,13 @@ class Tools:
     weights: str  # the model's folder or hub id, "" for a generated model
 
     def sampler(self, client: "CompletionClient", tokenizer: Any) -> "ToolSampler":
-        """Return a sampler of completions with calls, whose turns ``client`` samples."""
+        """Return a sampler of completions with calls. ``client`` samples their turns."""
         from grpo_recipes.rollouts.renderer import read_stop_tokens
 
         stops = [tokenizer.eos_token_id, *(read_stop_tokens(self.weights) if self.weights else [])]
         kwargs = self.arguments.chat_template_kwargs
-        trainer: Any = SimpleNamespace(processing_class=tokenizer, chat_template_kwargs=kwargs, eos_token_ids=stops)
+        settings = SimpleNamespace(processing_class=tokenizer, chat_template_kwargs=kwargs, eos_token_ids=stops)
+        trainer = cast("SamplingTrainer", settings)  # the attributes that ``Source.play`` uses
         self.source.attach(trainer)
         return ToolSampler(client, self.source, trainer)
 
@@ -65,11 +66,11 @@ def open_tools(recipe: Recipe, weights: str, copies: Path | None) -> Iterator[To
         fix = "use a recipe with a dataset_name and without environment"
         raise config_error(display_path(recipe.path), problem, fix)
     with tempfile.TemporaryDirectory() as folder:
-        own_copies, arguments = Path(folder) / REWARD_COPIES, make_trainer_arguments(recipe)
+        code_copies, arguments = Path(folder) / REWARD_COPIES, make_trainer_arguments(recipe)
         if copies is not None and copies.is_dir():
-            shutil.copytree(copies, own_copies, ignore=shutil.ignore_patterns("limits_*", "episodes_*"))
+            shutil.copytree(copies, code_copies, ignore=shutil.ignore_patterns("limits_*", "episodes_*"))
         for spec in sampler.user_code(lookup):
-            copy_source(spec, own_copies)
+            copy_source(spec, code_copies)
         source: Source = rollout_class(lookup)(arguments, arguments, Path(folder))
         try:
             yield Tools(source, arguments, "" if recipe.model.name.startswith(SMOKE_SCHEME) else weights)
@@ -83,7 +84,7 @@ class ToolSampler:
 
     client: "CompletionClient"
     source: "Source"
-    trainer: Any  # tokenizer, chat_template_kwargs and end tokens
+    trainer: "SamplingTrainer"  # only its tokenizer, chat_template_kwargs and end tokens
 
     def iterate_completed(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: "SamplingParameters", seeds: Sequence[int]

@@ -386,9 +386,9 @@ def missing_package(key: str, value: Any) -> str | None:
         needs = (need for (name, values), need in _PACKAGES.items() if name == key and fnmatchcase(str(item), values))
         package, module = next(needs, (None, None))
         if package and module:
-            name, limit, version = package.partition("<")  # a version may be limited, as in swanlab<0.8
+            distribution, limit, version = package.partition("<")  # a version may be limited, as in swanlab<0.8
             if importlib.util.find_spec(module) is None:
                 return package
-            if limit and Version(importlib.metadata.version(name)) >= Version(version):
+            if limit and Version(importlib.metadata.version(distribution)) >= Version(version):
                 return package
     return None

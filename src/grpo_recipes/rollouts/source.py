@@ -68,13 +68,13 @@ class Source:
         return {}
 
     def play(
-        self, prompts: Sequence[list[int]], seeds: Sequence[int], trainer: Any,
+        self, prompts: Sequence[list[int]], seeds: Sequence[int], trainer: "SamplingTrainer",
         sample: Callable[[list[int], list[list[int]]], list[list[int] | None]],
     ) -> list[PlayedCompletion | None]:  # fmt: skip
         """Play an episode per prompt (token ids) without a trainer, for `grpo eval`. None if a turn is missing.
 
-        ``sample`` gets the seeds and contexts of the next turns, and returns the token ids of each turn, None without
-        one. The object ``trainer`` has a ``processing_class``, ``chat_template_kwargs`` and ``eos_token_ids``.
+        ``sample`` gets the seeds and contexts of the next turns, and returns the token ids of each turn, or None if
+        it failed. Only ``processing_class``, ``chat_template_kwargs`` and ``eos_token_ids`` of ``trainer`` are used.
         """
         raise NotImplementedError
 

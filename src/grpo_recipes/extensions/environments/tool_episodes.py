@@ -79,7 +79,7 @@ class ToolEpisodes(Episodes):
         return {**{name: getattr(self._script, name) for name in names}, **hashes}
 
     def play(
-        self, prompts: Sequence[Tokens], seeds: Sequence[int], trainer: Any,
+        self, prompts: Sequence[Tokens], seeds: Sequence[int], trainer: SamplingTrainer,
         sample: Callable[[list[int], list[Tokens]], list[Tokens | None]],
     ) -> list[PlayedCompletion | None]:  # fmt: skip
         """Play an episode per prompt without a trainer; see ``Source.play``. Calls are seeded by ``seeds``."""
