@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from real_runs import REPOSITORY, Launch, same_rows, stop_and_resume, weights_hash
+from documented import documented
+from real_runs import (
+    REPOSITORY,
+    Launch,
+    clean_environment,
+    marked_processes,
+    same_rows,
+    stop_and_resume,
+    weights_hash,
+)
 from rotation import ROTATES
 
 pytestmark = [pytest.mark.slow, pytest.mark.rotating]
@@ -81,6 +91,23 @@ def test_a_model_learns_to_call_tools(launch: Callable[..., Launch], shop: Path,
         for message in turn.get("messages", [])
     ]
     assert messages and {message["role"] for message in messages} == {"tool"}
+
+
+@pytest.mark.timeout(1500)
+def test_an_evaluation_without_a_training_calls_the_tools(shop: Path, tmp_path: Path) -> None:
+    mark = f"tools-{tmp_path.name}"
+    command = [*documented("grpo eval last", {"last": str(shop)}), "--num-generations", "4", "--out", "out"]
+    environment = clean_environment(tmp_path, mark)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=1400)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out/eval.json").read_text())
+    rows = [json.loads(line) for line in (tmp_path / "out/scores.jsonl").read_text().splitlines()]
+    completions = [completion for row in rows for completion in row["completions"]]
+    solved = [completion for completion in completions if completion["rewards"]["pure_accuracy_math"] == 1]
+    assert result["pass@1"] == pytest.approx(len(solved) / len(completions)) and 0.2 < result["pass@1"] < 0.7
+    called = [sum(message["role"] == "tool" for message in completion["messages"]) for completion in solved]
+    assert sum(count == 2 for count in called) > 0.8 * len(solved)  # a guess is rarely right
+    assert marked_processes(mark) == []
 
 
 @pytest.mark.timeout(1500)
