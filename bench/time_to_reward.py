@@ -1,12 +1,10 @@
 """Measure seconds and sampled tokens until the reward of a plain TRL script and of this project reaches a target.
 
-    python bench/time_to_reward.py [--tasks smoke long] [--seeds 5]
+    python bench/time_to_reward.py [--seeds 5]
 
-``smoke`` is the smoke task, with completions of 8 tokens. In ``long``, a random model of 3.6M parameters writes about
-140 tokens per completion, at most 192. Its reward is the share of even token ids.
-
-All runs of a task have the same model, prompts, reward, batch and learning rate. They end when the mean reward of five
-steps is at least ``TARGET``. The arms of a seed run in turn, and each seed begins with another arm:
+The task is the smoke task, with completions of 8 tokens. All runs have the same model, prompts, reward, batch and
+learning rate. They end when the mean reward of five steps is at least ``TARGET``. The arms of a seed run in turn, and
+each seed begins with another arm:
 
 * ``trl``: TRL's GRPOTrainer as a script without a server uses it on CPU, sampling with transformers on all cores;
 * ``default``: this project's trainer with its defaults and a vLLM server;
@@ -22,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import tempfile
 import time
@@ -35,11 +32,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 import trl
-from datasets import Dataset
 from made_by import append_record, begin
 from overlap import KEYS, SERVER_VARIABLES, server
 from overlap_task import Task, sums
-from speed_trainers import build_model
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 from grpo_recipes.paths import cache_root, find_code_root
@@ -51,29 +46,6 @@ MOST_STEPS = 120
 ARMS: dict[str, dict[str, Any] | None] = {
     "trl": None, "default": {}, "overlap": {"overlap_generation": True}, "replicas": {"vllm_data_parallel_size": 2},
 }  # fmt: skip
-
-
-def even_tokens(cache: Path) -> Task:
-    """Return a task of long completions: the end of a completion is as likely as any other token at the start."""
-    folder = cache / "time-to-reward"
-    if not folder.exists():
-        build_model(folder)
-    draw = random.Random(7)
-    texts = ["".join(draw.choices("0123456789+", k=draw.randrange(10, 50))) for _ in range(64)]
-    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in texts])
-    keys = {
-        "max_completion_length": 192, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 2,
-        "num_generations": 8, "learning_rate": 1e-3,
-    }  # fmt: skip
-    return Task(str(folder), rows, share_of_even_tokens, keys)
-
-
-def share_of_even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Return the share of even token ids of each completion."""
-    return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
-
-
-TASKS = {"smoke": sums, "long": even_tokens}
 
 
 class StopAtTarget(TrainerCallback):
@@ -104,40 +76,38 @@ def main() -> None:
     options = _parse_options()
     origin = begin(options.out)
     records = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    known = {(record["task"], record["seed"], record["arm"]) for record in records}
-    for name in options.tasks:
-        missing = [
-            (seed, arm)
-            for seed in range(options.seeds)
-            for arm in [*ARMS][seed % len(ARMS) :] + [*ARMS][: seed % len(ARMS)]
-            if (name, seed, arm) not in known
-        ]
-        if not missing:
-            continue
-        task = TASKS[name](cache_root(os.environ) / "smoke")
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            servers = []
-            for flags in ((), ("--data-parallel-size", "2", "--api-server-count", "1")):
-                port = stack.enter_context(server(task, *flags))
-                servers.append((port, {name: os.environ[name] for name in SERVER_VARIABLES}))
-            for seed, arm in missing:
-                port, variables = servers[arm == "replicas"]
-                os.environ |= variables
-                curve = train(task, folder / f"{seed}-{arm}", port, seed, ARMS[arm])
-                row = {
-                    "task": name, "seed": seed, "arm": arm, "target": TARGET, "steps": len(curve.rewards),
-                    "reached": statistics.mean(curve.rewards[-OVER:]) >= TARGET,
-                    "seconds": curve.seconds[-1], "tokens": curve.tokens[-1],
-                    "reward": curve.rewards, "seconds_by_step": curve.seconds,
-                }  # fmt: skip
-                append_record(options.out, row, origin)
-                print(name, seed, arm, row["steps"], row["seconds"], row["tokens"], row["reached"], flush=True)
+    known = {(record["seed"], record["arm"]) for record in records}
+    missing = [
+        (seed, arm)
+        for seed in range(options.seeds)
+        for arm in [*ARMS][seed % len(ARMS) :] + [*ARMS][: seed % len(ARMS)]
+        if (seed, arm) not in known
+    ]
+    if not missing:
+        return
+    task = sums(cache_root(os.environ) / "smoke")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        servers = []
+        for flags in ((), ("--data-parallel-size", "2", "--api-server-count", "1")):
+            port = stack.enter_context(server(task, *flags))
+            servers.append((port, {name: os.environ[name] for name in SERVER_VARIABLES}))
+        for seed, arm in missing:
+            port, variables = servers[arm == "replicas"]
+            os.environ |= variables
+            curve = train(task, folder / f"{seed}-{arm}", port, seed, ARMS[arm])
+            row = {
+                "task": "smoke", "seed": seed, "arm": arm, "target": TARGET, "steps": len(curve.rewards),
+                "reached": statistics.mean(curve.rewards[-OVER:]) >= TARGET,
+                "seconds": curve.seconds[-1], "tokens": curve.tokens[-1],
+                "reward": curve.rewards, "seconds_by_step": curve.seconds,
+            }  # fmt: skip
+            append_record(options.out, row, origin)
+            print(seed, arm, row["steps"], row["seconds"], row["tokens"], row["reached"], flush=True)
 
 
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=find_code_root() / "bench/results/time_to_reward.jsonl")
     return parser.parse_args()
