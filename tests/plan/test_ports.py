@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from other_user import needs_root, other_user
@@ -224,6 +225,19 @@ def test_a_machine_without_a_free_port_is_told_at_once(read, monkeypatch):
     assert "Fix: set vllm_server_port to a free port" in str(refused.value)
     with pytest.raises(ConfigError, match="no free port found"):
         ours.reserve_other_port(LOOPBACK, 8000)
+
+
+def test_a_machine_without_a_free_port_for_replicas_is_told_at_once(read, monkeypatch):
+    monkeypatch.setattr(ours, "is_port_free", lambda host, port: port < 29000)
+    replicas = Ports(8000, 8001, 8002, None, replicas=29550)
+    with pytest.raises(ConfigError) as refused:
+        choose_free_ports(read(), replicas, LOOPBACK)
+    message = "port of the replicas: no free port found: 100 ports from 29550 on are in use by other processes. "
+    assert str(refused.value) == f"{message}Fix: end processes that use them (ss -ltn lists the ports in use)"
+    monkeypatch.undo()
+    with listening() as busy:
+        ports, notes = choose_free_ports(read(), replace(replicas, server=unused(), replicas=busy), LOOPBACK)
+    assert ports.replicas not in (busy, None) and len(notes) <= 2
 
 
 BINDS_NAMES = """

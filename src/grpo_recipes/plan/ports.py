@@ -121,10 +121,11 @@ def choose_free_ports(
             user = (users or ["in use by another process"])[0]
             notes.append(f"port {planned} ({key}) is {user}; using {port}")
         chosen[key] = port
-    replicas = ports.replicas
-    if replicas is not None:
+    replicas = None
+    if ports.replicas is not None:
         is_usable = partial(_reserve_if_free, chosen.values(), host, None)
-        replicas = next(filter(is_usable, _list_candidate_ports(replicas)), replicas)
+        if (replicas := next(filter(is_usable, _list_candidate_ports(ports.replicas)), None)) is None:
+            raise _make_no_free_port_error("port of the replicas", ports.replicas)
     return replace(_make_ports(ports.by_key() | chosen, ports.vllm_internal), replicas=replicas), notes
 
 
@@ -167,9 +168,13 @@ def _list_candidate_ports(first: int) -> Iterator[int]:
 
 
 def _make_no_free_port_error(key: str, first: int) -> ConfigError:
-    """Return the ConfigError for the port of ``key`` if ``first`` and all its alternatives are in use."""
+    """Return the ConfigError for the port of ``key`` if ``first`` and all its alternatives are in use.
+
+    ``key`` is a recipe key, or a phrase for a port without a key.
+    """
     problem = f"no free port found: {_MOST_TRIES} ports from {first} on are in use by other processes"
-    return config_error(key, problem, f"set {key} to a free port (ss -ltn lists the ports in use)")
+    change = f"set {key} to a free port" if key in port_keys() else "end processes that use them"
+    return config_error(key, problem, f"{change} (ss -ltn lists the ports in use)")
 
 
 def reserve_other_port(host: str, old_port: int) -> int:
