@@ -111,6 +111,28 @@ def test_without_a_comparable_run_the_number_is_1(
     assert (plan_auto().replicas, plan_auto().notes) == (1, [reason])
 
 
+def test_models_of_earlier_stages_with_the_same_first_model_are_comparable(
+    plan_auto: Callable[..., Plan], ran: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The second recipe of `grpo launch sft.yaml grpo.yaml` starts from another folder in each launch."""
+    models = []
+    for stage, name in (("sft-1", "Qwen/Qwen3-0.6B"), ("sft-2", "Qwen/Qwen3-0.6B"), ("sft-3", "Qwen/Qwen3-4B")):
+        folder = tmp_path / "stages" / stage
+        (folder / "model").mkdir(parents=True)
+        (folder / "model/config.json").write_text(json.dumps({"model_type": "qwen2"}))
+        (folder / "run.json").write_text("{}")
+        (folder / "recipe.yaml").write_text(f"model_name_or_path: {name}\n")
+        models.append(str(folder / "model"))
+    ran(20.0, 10.0, model_name_or_path=models[0])
+    assert [plan_auto(model_name_or_path=model).replicas for model in (models[1], "Qwen/Qwen3-0.6B", models[2])] == [
+        3,
+        3,
+        1,
+    ]
+    (tmp_path / "stages/sft-2/recipe.yaml").write_text("[")
+    assert plan_auto(model_name_or_path=models[1]).replicas == 1
+
+
 def test_steps_without_a_generation_count(plan_auto: Callable[..., Plan], ran: Callable[..., Path]) -> None:
     """A generation of 60 s for four updates takes 15 s per step."""
     ran([60.0, 0.0, 0.0, 0.0], 5.0, num_iterations=4)

@@ -26,10 +26,10 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.runs.rundir import Run
 
-KEY = "vllm_data_parallel_size"
-# Recipe keys that are equal in comparable runs.
+KEY, _MODEL = "vllm_data_parallel_size", "model_name_or_path"
+# Recipe keys that are equal in comparable runs, next to the model.
 _ALIKE = (
-    "model_name_or_path", "overlap_generation", "vllm_tensor_parallel_size", "vllm_node", "num_iterations",
+    "overlap_generation", "vllm_tensor_parallel_size", "vllm_node", "num_iterations",
     "steps_per_generation", "generation_batch_size",
 )  # fmt: skip
 
@@ -51,7 +51,7 @@ def choose_replicas(recipe: Recipe, resources: Resources, make_plan: Callable[[R
     if recipe.server.data_parallel_size is not None:
         return recipe
     plan, overlaps = make_plan(with_replicas(recipe, 1)), recipe.sampling.overlap_generation
-    facts = list_facts(plan.as_json(), EXPERIMENT)
+    facts, model = list_facts(plan.as_json(), EXPERIMENT), _find_first_model(recipe.model.name)
 
     def choose(count: int, reason: str) -> Recipe:
         """Return the recipe with this number, and with a note."""
@@ -60,6 +60,7 @@ def choose_replicas(recipe: Recipe, resources: Resources, make_plan: Callable[[R
     def is_comparable(run: Run) -> bool:
         """Return whether a run had the same experiment, with any number of replicas and trainers."""
         same_keys = all(run.value(key) == recipe[key] for key in _ALIKE)
+        same_keys &= _find_first_model(run.value(_MODEL)) == model
         return same_keys and list_facts(run.plan, EXPERIMENT) == facts
 
     if plan.mode != "server":
@@ -86,6 +87,18 @@ def choose_replicas(recipe: Recipe, resources: Resources, make_plan: Callable[[R
         times = f"sampled {sample:.3g} s and updated {update:.3g} s per step on {gpus}"
         return choose(min(seconds, key=seconds.__getitem__), f"run {run.folder.name} {times}")
     return choose(1, "no earlier run in run_root with this name, model and batch")
+
+
+def _find_first_model(name: str) -> str:
+    """Return the model that the training of a model began with: for ``RUN_DIR/model``, the model of the first run.
+
+    Another name is returned unchanged. So runs of the second recipe of ``grpo launch A.yaml B.yaml`` are comparable,
+    although each starts from another folder.
+    """
+    with contextlib.suppress(ConfigError, OSError, ValueError):  # users may have edited the files of a run
+        if (folder := Path(name)).name == "model" and (folder.parent / "run.json").is_file():
+            return _find_first_model(str(Run(folder.parent).value(_MODEL)))
+    return name
 
 
 def _list_other_plans(
