@@ -140,7 +140,7 @@ def server_logs(run: Launch) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.rotating
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("bridge", "keys"), [("file", ()), ("lora", bridge_cells.LORA)])
+@pytest.mark.parametrize(("bridge", "keys"), [("file", ()), ("lora", bridge_cells.LORA), ("restart", ())])
 def test_a_server_of_two_nodes_gets_the_weights_on_both(
     slurm: SlurmCluster, tmp_path: Path, bridge: str, keys: tuple[str, ...]
 ) -> None:
