@@ -22,11 +22,12 @@ from grpo_recipes.launch.monitor import (
     RankStallDetector,
     ServerStallDetector,
     dump_stacks,
-    is_stopped,
     stale_compile_lock,
 )
+from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import find_rank_pids
 from grpo_recipes.plan.ports import Activity
+from grpo_recipes.process.tree import is_stopped
 from grpo_recipes.runs.health import ENOUGH_STEPS
 from grpo_recipes.runs.progress import Phase, read_phases
 from grpo_recipes.runs.rundir import write_json
@@ -216,7 +217,7 @@ def test_phases_too_long_for_slurms_signal_are_noted_once(read, tmp_path, monkey
 def test_the_other_nodes_dump_stacks_when_a_rank_stalls(read, tmp_path, monkeypatch):
     sent = []
     monkeypatch.setattr(monitor, "_DUMP_SECONDS", 0)
-    workers = SimpleNamespace(send=lambda order: sent.append(order))
+    workers = SimpleNamespace(request_stacks=lambda with_ranks: sent.append(with_ranks) or ["7 on node 1"])
     attempt = SimpleNamespace(
         hooks=AllHooks([]),
         run=SimpleNamespace(folder=tmp_path),
@@ -233,7 +234,8 @@ def test_the_other_nodes_dump_stacks_when_a_rank_stalls(read, tmp_path, monkeypa
     later = time.monotonic() + 100_000
     monkeypatch.setattr(monitor, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: later}))
     ending = watched.tick()
-    assert ending is not None and ending.failed_rank == 0 and sent == ["stacks"]
+    assert ending is not None and ending.failed_rank == 0 and sent == [True]
+    assert ending.cause.endswith("; stopped by a signal (SIGSTOP): pid 7 on node 1")
 
 
 def phase(name: str, rank: int = 0, step: int = 3, since: float = 0.0) -> Phase:
@@ -268,7 +270,7 @@ def test_a_transfer_that_waits_for_the_next_server_is_not_late(read, tmp_path, m
     attempt = SimpleNamespace(
         hooks=AllHooks([]),
         run=SimpleNamespace(folder=tmp_path), recipe=read(weight_sync_timeout=20), environment={},
-        workers=SimpleNamespace(send=lambda order: None), plan=SimpleNamespace(mode="server", bridge="file"),
+        workers=NodeWorkers(1), plan=SimpleNamespace(mode="server", bridge="file"),
         server_address=lambda: ("127.0.0.1", 1, "token"),
     )  # fmt: skip
     watched = Monitor(attempt, SimpleNamespace(set_save_condition=lambda _: None, requested=False, check=lambda: None))

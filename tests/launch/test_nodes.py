@@ -23,13 +23,14 @@ import pytest
 from dead_scratch import dead_scratch
 
 from grpo_recipes.errors import ConfigError
-from grpo_recipes.launch import channels, nodes
+from grpo_recipes.launch import addresses, channels, nodes
+from grpo_recipes.launch.addresses import resolve_node_address
 from grpo_recipes.launch.channels import srun_command
-from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, preflight_nodes, resolve_node_address
+from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, preflight_nodes
 from grpo_recipes.launch.processes import Ending, Group, Rank, State, wait_for_ending
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.types import Process
-from grpo_recipes.process.tree import is_alive
+from grpo_recipes.process.tree import is_alive, is_stopped
 from grpo_recipes.runs.rundir import stop_file
 
 RANK = """
@@ -165,7 +166,7 @@ def test_an_interface_that_is_named_gives_the_addresses(job, workers, variable):
 
 
 def test_a_name_that_means_the_loopback_on_the_first_node_is_not_its_address(job, workers, monkeypatch):
-    monkeypatch.setattr(nodes, "resolve_node_address", {"n1": "127.0.1.1", "n2": "127.0.0.1"}.__getitem__)
+    monkeypatch.setattr(addresses, "resolve_node_address", {"n1": "127.0.1.1", "n2": "127.0.0.1"}.__getitem__)
     resources = preflight_nodes(workers, two_nodes(), job())
     assert [node.address for node in resources.nodes] == ["127.0.0.1", "127.0.0.1"]
 
@@ -369,10 +370,44 @@ def test_a_process_can_be_ended_and_started_again(job, workers, tmp_path):
 def test_requests_reach_the_other_nodes(job, workers, tmp_path):
     begun(workers, job(), tmp_path / "run")
     ranks_of(remote(workers, tmp_path, STARTER))
-    workers.send("stacks")
-    until((tmp_path / "run/processes/stacks").exists, "SIGUSR2 at the rank")
     workers.send("stop")
     until(stop_file(tmp_path / "run").exists, "touch by the other node")
+
+
+# Acts like vLLM on a further node: a command and its engine. Each writes its stacks to a file.
+SERVER = """
+import faulthandler, os, signal, subprocess, sys, time
+name, folder = sys.argv[1], os.path.join(os.environ["GRPO_RUN_DIR"], "processes")
+faulthandler.register(signal.SIGUSR2, file=open(os.path.join(folder, f"{name}.txt"), "a"))
+if name == "command":
+    subprocess.Popen([sys.executable, __file__, "engine"])
+with open(os.path.join(folder, f"{name}.pid"), "w") as file:
+    file.write(str(os.getpid()))
+while True:
+    time.sleep(0.01)
+"""
+
+
+def test_a_server_on_another_node_writes_its_stacks_and_its_stopped_engine_is_named(job, workers, tmp_path):
+    folder, script = tmp_path / "run/processes", tmp_path / "server.py"
+    begun(workers, job(), tmp_path / "run")
+    rank = ranks_of(remote(workers, tmp_path, STARTER))[0].record
+    script.write_text(SERVER)
+    argv = [sys.executable, str(script), "command"]
+    RemoteChild(workers, Process("server", argv, {}, (), str(tmp_path / "log"), 1, ready="serving"))
+    until(lambda: (folder / "engine.pid").is_file() and (folder / "engine.pid").read_text(), "engine")
+    engine = psutil.Process(int((folder / "engine.pid").read_text()))
+    engine.suspend()
+    until(lambda: is_stopped(engine.pid), "stopped engine")
+
+    assert workers.request_stacks(with_ranks=False) == [f"{engine.pid} on node 1"]
+    until(lambda: "most recent call first" in (folder / "command.txt").read_text(), "stacks of the command")
+    assert not (folder / "stacks").exists() and is_alive(rank["pid"])
+
+    engine.resume()
+    until(lambda: "most recent call first" in (folder / "engine.txt").read_text(), "stacks of the engine")
+    assert workers.request_stacks(with_ranks=True) == []
+    until((folder / "stacks").exists, "SIGUSR2 at the rank")
 
 
 @pytest.mark.slow
@@ -442,7 +477,8 @@ def test_a_node_worker_that_is_killed_ends_the_run_and_leaves_nothing(job, worke
 LAUNCHER = """
 import os, sys, time
 from pathlib import Path
-from grpo_recipes.launch import channels, nodes
+from grpo_recipes.launch import addresses, channels, nodes
+from grpo_recipes.launch.addresses import resolve_node_address
 from grpo_recipes.plan.types import Process
 from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild
 from grpo_recipes.plan.devices import Resources

@@ -25,6 +25,7 @@ pytest.importorskip("vllm")
 from grpo_recipes.launch import monitor
 from grpo_recipes.launch.hooks import AllHooks
 from grpo_recipes.launch.monitor import Monitor
+from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.server.plugin import choose_unit, fingerprint
 from grpo_recipes.weights.nccl import NcclClient
 from grpo_recipes.weights.transport import BadAnswer, ServerError, run_in_thread
@@ -277,7 +278,7 @@ def test_a_rendezvous_that_never_comes_ends_within_its_limit(server, connect, re
         attempt = SimpleNamespace(
             hooks=AllHooks([]), run=SimpleNamespace(folder=tmp_path),
             recipe=read(weight_sync_timeout=2), environment={},
-            workers=SimpleNamespace(send=lambda order: None), plan=SimpleNamespace(mode="server", bridge="nccl"),
+            workers=NodeWorkers(1), plan=SimpleNamespace(mode="server", bridge="nccl"),
             server_address=lambda: ("127.0.0.1", 1, "the-token"),
         )  # fmt: skip
         watched = Monitor(

@@ -15,7 +15,7 @@ import psutil
 
 from grpo_recipes.cli import option
 from grpo_recipes.errors import ConfigError, Problem, config_error
-from grpo_recipes.launch.nodes import INTERFACE_VARIABLES
+from grpo_recipes.launch.addresses import INTERFACE_VARIABLES
 from grpo_recipes.launch.rendezvous import MASTER_PORT, MEETING_LIMIT, Meeting
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.slurm.client import SlurmJob

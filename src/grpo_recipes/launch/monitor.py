@@ -16,17 +16,16 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.launch.attempt import Attempt
+from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Child, Ending, Group, find_newest_model, find_rank_pids
 from grpo_recipes.paths import display_path
 from grpo_recipes.plan.ports import Activity, read_activity
 from grpo_recipes.process.listeners import OwnListener
 from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.terminal import OUTPUT, WIDTH, columns
-from grpo_recipes.process.tree import descendants
+from grpo_recipes.process.tree import descendants, is_stopped, request_stacks
 from grpo_recipes.runs.health import Health
 from grpo_recipes.runs.progress import (
     Phase,
@@ -394,7 +393,7 @@ class Monitor:
         seconds = self._server_stalls.find_stall(activity, phases, time.monotonic())
         if seconds is None:
             return None
-        stacks = dump_stacks(self._folder, (), server)
+        stacks = dump_stacks(self._folder, None, server, self._attempt.workers)
         cause = f"the vLLM server has made no token for {seconds:.0f} s (server_stall_timeout {limit:g}){stacks}"
         return Ending(1, cause, log=server.log, lost=server.process)
 
@@ -432,45 +431,30 @@ class Monitor:
             cause += f" in the '{bridge}' bridge"
         extensions = Path(self._attempt.environment.get("TORCH_EXTENSIONS_DIR", ""))
         lock = stale_compile_lock(extensions, self._started_at) if phase.name == "start" else None
-        self._attempt.workers.send("stacks")
-        cause += dump_stacks(self._folder, ranks.values(), self._server())
+        cause += dump_stacks(self._folder, ranks.values(), self._server(), self._attempt.workers)
         return Ending(1, cause + (f"; {lock}" if lock else ""), phase.rank, trainers.log)
 
 
-def is_stopped(pid: int) -> bool:
-    """Return whether a process was stopped by a signal (SIGSTOP). False if it has ended."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    return False
-
-
-def dump_stacks(run_dir: Path, ranks: Iterable[int], server: Group | None = None) -> str:
+def dump_stacks(
+    run_dir: Path, ranks: Iterable[int] | None, server: Group | None = None, workers: NodeWorkers | None = None
+) -> str:
     """Let ranks and the server write the stacks of their threads, and return the end of a sentence about the result.
 
-    ``ranks`` are pids. The text names the new files in ``stacks/`` and the processes that are stopped by a signal; it
-    is empty without both. Processes without a handler of SIGUSR2 end, so call this only before all processes are ended.
+    ``ranks`` are pids of this node, or None to leave out the ranks. With ``workers``, other nodes do the same. The text
+    names the new files in ``stacks/`` and the processes that are stopped by a signal; it is empty without both.
+    Processes without a handler of SIGUSR2 end, so call this only before all processes are ended.
     """
     # The signal ends processes without a handler. That is acceptable, because all of them are ended afterwards.
-    start, pids = time.time(), list(ranks)
+    start, pids = time.time(), list(ranks or ())
+    stopped = workers.request_stacks(with_ranks=ranks is not None) if workers else []
     if server and (command := server.state().pid):
         pids += [*(process.pid for process in descendants(command)), command]  # engine and workers before the command
-    stopped = [_format_pid(pid) for pid in pids if is_stopped(pid)]
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR2)
+    stopped = request_stacks(pids) + stopped
     time.sleep(_DUMP_SECONDS)
     folder = run_dir / "stacks"
     written = sorted(path.name for path in folder.glob("*.txt") if path.stat().st_mtime >= start - 1)
     stacks = f"; stacks of {', '.join(written)} in {display_path(folder)}" if written else ""
     return stacks + (f"; stopped by a signal (SIGSTOP): pid {', '.join(stopped)}" if stopped else "")
-
-
-def _format_pid(pid: int) -> str:
-    """Format a pid as text, with the name of the process if it is an engine of vLLM: ``4711 (EngineCore_DP1)``."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        name = psutil.Process(pid).name()
-        return f"{pid} ({name.removeprefix('VLLM::')})" if name.startswith("VLLM::") else str(pid)
-    return str(pid)
 
 
 def stale_compile_lock(folder: Path, start: float) -> str | None:

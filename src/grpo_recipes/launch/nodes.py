@@ -25,7 +25,8 @@ from typing import Any
 
 import psutil
 
-from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error, translate_errors
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error
+from grpo_recipes.launch.addresses import choose_addresses, make_network_error
 from grpo_recipes.launch.channels import Channel, SrunChannel
 from grpo_recipes.launch.processes import Child, Ending, StartedProcess, State, find_rank_pids, read_rank_records
 from grpo_recipes.launch.rendezvous import ADDRESS_VARIABLE, RANK_VARIABLE, Meeting, connect_to_node_0
@@ -37,16 +38,14 @@ from grpo_recipes.plan.preflight import node_problems, raise_file_limit
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process.reports import say
 from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scratch
-from grpo_recipes.process.tree import become_subreaper, end_descendants, reap
+from grpo_recipes.process.tree import become_subreaper, descendants, end_descendants, reap, request_stacks
 from grpo_recipes.process.waiting import wait_until
 from grpo_recipes.runs.rundir import stop_file
-from grpo_recipes.slurm.client import read_node_address
 
-# Variables with the network interface, by precedence; the last two belong to NCCL and gloo.
-INTERFACE_VARIABLES = ("NETWORK_INTERFACE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _ANSWER_SECONDS = 60.0
 _START_SECONDS = 180.0  # limit of the first report of a worker, which reads Python from a cold file system
 _CONNECT_SECONDS = 20.0
+_STACKS_SECONDS = 5.0  # a node signals its processes within this time
 _TICK_SECONDS = 0.2
 _MARK = "grpo-node"  # first word of a report; other lines on standard output are ignored
 _PIECE_LENGTH = 800  # characters of a report per line
@@ -120,6 +119,16 @@ class NodeWorkers:
         Return None for the launcher's node 0.
         """
         return (lambda port: bool(self.ask("port", [node], port=port)[0]["free"])) if node else None
+
+    def request_stacks(self, with_ranks: bool) -> list[str]:
+        """Let the server's processes of the other nodes write their stacks, ``with_ranks`` also the ranks.
+
+        Return the processes that can't, because a signal has stopped them. A lost or silent worker is ignored.
+        """
+        with contextlib.suppress(ConfigError):
+            reports = self.ask("stacks", range(1, self.count), _STACKS_SECONDS, with_ranks=with_ranks)
+            return [f"{name} on node {node}" for node, report in enumerate(reports, 1) for name in report["stopped"]]
+        return []
 
     def begin(self, run_dir: Path, mark: str, token: str, variables: Mapping[str, str]) -> None:
         """Let every node except the first create its scratch folders with the run's token.
@@ -197,11 +206,7 @@ def preflight_nodes(
         return resources
     workers.start(environment, folder)
     all_nodes = range(workers.count)
-    needed = (
-        [sys.executable, str(find_code_root()), str(folder.absolute())]
-        if folder.exists()
-        else [sys.executable, str(find_code_root())]
-    )
+    needed = [sys.executable, str(find_code_root()), *([str(folder.absolute())] if folder.exists() else [])]
     reports = workers.ask("describe", all_nodes, _START_SECONDS, needed=needed)
     if problems := [
         Problem(f"node {report['host']}, {location}", problem, fix)
@@ -209,11 +214,11 @@ def preflight_nodes(
         for location, problem, fix in report["problems"]
     ]:
         raise ConfigError(*problems)
-    addresses = _choose_addresses(reports, environment)
+    addresses = choose_addresses(reports, environment)
     listening = workers.ask("listen", all_nodes, addresses=addresses)
     for report, address, listener in zip(reports, addresses, listening, strict=True):
         if listener["error"]:
-            raise _make_network_error(f"node {report['host']} cannot listen on {address} ({listener['error']})")
+            raise make_network_error(f"node {report['host']} cannot listen on {address} ({listener['error']})")
     nodes = [
         Node(
             # The launcher starts the processes of the first node. Its own view counts, not the view of a job step.
@@ -231,55 +236,8 @@ def preflight_nodes(
         for peer, error in zip(nodes, report["errors"], strict=True):
             if error:
                 pair = f"node {node.name} ({node.address}) can't reach node {peer.name} ({peer.address})"
-                raise _make_network_error(f"{pair}: {error}")
+                raise make_network_error(f"{pair}: {error}")
     return replace(resources, nodes=tuple(nodes))
-
-
-def _choose_addresses(reports: list[Report], environment: Mapping[str, str]) -> list[str]:
-    """Choose the address of each node for connections between the nodes, in the order of ``reports``.
-
-    If all nodes have the interface in NETWORK_INTERFACE or a similar variable, use its addresses. Otherwise, use the
-    address in each report, or query Slurm and resolve the answer. If the first address is a loopback, replace it by the
-    address on the route to the second node. Raise ConfigError if a node lacks the interface in NETWORK_INTERFACE, or if
-    no address or route is found.
-    """
-    variable = next((name for name in INTERFACE_VARIABLES if environment.get(name)), "")
-    # NCCL and gloo accept a list, and NCCL also a prefix "=".
-    interface = environment.get(variable, "").split(",")[0].removeprefix("=")
-    lacking = [report for report in reports if not report["interfaces"].get(interface)]
-    if not lacking:
-        return [report["interfaces"][interface][0] for report in reports]
-    if variable == INTERFACE_VARIABLES[0]:
-        names = ", ".join(name for name, local in lacking[0]["interfaces"].items() if local)
-        problem = f"node {lacking[0]['host']} has no address on interface '{interface}' (it has {names})"
-        raise config_error(variable, problem, "set it to the interface between the nodes, or unset it")
-    addresses = [report["address"] or resolve_node_address(report["host"]) for report in reports]
-    if addresses[0].startswith("127."):  # on its own node, a host name may mean the loopback
-        no_route = translate_errors(
-            OSError, lambda error: _make_network_error(f"the first node has no route to {addresses[1]}: {error}")
-        )
-        with no_route, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((addresses[1], 9))  # sends nothing
-            addresses[0] = probe.getsockname()[0]
-    return addresses
-
-
-def resolve_node_address(name: str) -> str:
-    """Query Slurm for the node ``name``, and resolve its IPv4 address by DNS; raise ConfigError if it is unknown."""
-    host = read_node_address(name)  # an address or a host name
-    if host is None:
-        raise _make_network_error(f"scontrol shows no address of node {name}")
-    unresolved = translate_errors(
-        (OSError, UnicodeError), lambda error: _make_network_error(f"Slurm's address {host} of node {name}: {error}")
-    )
-    with unresolved:
-        return socket.gethostbyname(host)
-
-
-def _make_network_error(problem: str) -> ConfigError:
-    """Return a ConfigError for a ``problem`` of the network between the nodes, with a fix."""
-    fix = "set NETWORK_INTERFACE to the interface that joins them, or open the firewall between them"
-    return config_error("network of the nodes", problem, fix)
 
 
 class NodeWorker:
@@ -448,11 +406,16 @@ class NodeWorker:
         """Create the stop file from this node, too: on NFS, a file of another node may be invisible for a minute."""
         stop_file(self._run_dir).touch()
 
-    def order_stacks(self) -> None:
-        """Send SIGUSR2 to every rank of this node, which then writes the stacks of its threads."""
-        for pid in find_rank_pids(self._run_dir, self._node).values():
-            with contextlib.suppress(ProcessLookupError):  # the rank has ended
-                os.kill(pid, signal.SIGUSR2)
+    def order_stacks(self, with_ranks: bool) -> None:
+        """Let the server's processes of this node write their stacks, and report those that are stopped by a signal.
+
+        Ranks only write their stacks ``with_ranks``.
+        """
+        pids = list(find_rank_pids(self._run_dir, self._node).values()) if with_ranks else []
+        servers = [child for child in self._children.values() if child.process.ready == "serving"]
+        for server in servers:  # engines and workers before the command that started them
+            pids += [process.pid for process in reversed(descendants(server.guard_pid))]
+        self._report("stacks", stopped=request_stacks(pids))
 
     def _report_changes(self) -> None:
         """Report the state of each process, with its ranks, that has changed since its last report."""

@@ -54,6 +54,31 @@ def descendants(pid: int | None = None) -> list[psutil.Process]:
     return []
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process was stopped by a signal (SIGSTOP). False if it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    return False
+
+
+def request_stacks(pids: Iterable[int]) -> list[str]:
+    """Send SIGUSR2 to processes, so that they write the stacks of their threads; return those that can't, as text.
+
+    These are stopped by a signal. An engine of vLLM has its name: ``4711 (EngineCore_DP1)``. A process without a
+    handler of SIGUSR2 ends.
+    """
+    targets, stopped = list(pids), list[str]()
+    for pid in filter(is_stopped, targets):
+        stopped.append(str(pid))
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if (name := psutil.Process(pid).name()).startswith("VLLM::"):
+                stopped[-1] += f" ({name.removeprefix('VLLM::')})"
+    for pid in targets:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR2)
+    return stopped
+
+
 def end_all(processes: Iterable[psutil.Process], grace: float = 5.0) -> None:
     """Send SIGTERM to processes, and SIGKILL after ``grace`` seconds if they still run; wait until they have ended.
 
