@@ -209,11 +209,12 @@ def _dataset(where: str, source: DataSource, place: _Place, recipe: Recipe, colu
         names = next(names for scheme, names in schemes().items() if name.startswith(scheme))
         yield Problem(where, f"there is no built-in '{name}'", f"write {' or '.join(names)}")
         return
-    if data and data.in_files:  # a base may give such data a configuration
-        return
-    if config and (data or os.path.isfile(path) or is_saved(path)):
+    in_files = data is not None and data.in_files  # such data is used for any split and configuration of a base
+    if config and not in_files and (data or os.path.isfile(path) or is_saved(path)):
         yield Problem(where, f"'{name}' has no configuration '{config}'", "remove the configuration")
-    if data:
+    if data and in_files:
+        head = Head(list(data.columns), data.rows(recipe.__getitem__, SPLITS[0]))
+    elif data:
         if split not in SPLITS:
             fix = f"write {' or '.join(SPLITS)}; {data.size_keys[0]} says how many there are"
             yield Problem(where, f"'{name}' has no split '{split}'", fix)
