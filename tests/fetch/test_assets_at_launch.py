@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from grpo_recipes.runs.rundir import Run, read_json
 
 from .conftest import GRPO, Shell, jsonl
 
+ROOT = Path(__file__).parents[2]
 Variables = Callable[[], dict[str, str]]
 
 
@@ -140,3 +142,26 @@ def test_a_hub_that_cannot_be_looked_up_is_given_up_on(monkeypatch) -> None:
     assert not hub_answers({"HF_ENDPOINT": "https://hub.example"}, timeout=0.5)
     assert time.monotonic() - began < 5
     over.set()
+
+
+@pytest.mark.parametrize("reason", ["Not a directory", "Permission denied", "File too large"])
+def test_a_smoke_model_that_cannot_be_written_is_told_before_the_run(shell: Shell, reason: str) -> None:
+    """A limit of file sizes stands for a full disk or quota. Root loses the right to write everywhere."""
+    (shell.folder / "recipe.yaml").write_text((ROOT / "recipes/smoke/grpo.yaml").read_text())
+    folder, prefix = shell.folder / "models", []
+    if reason == "Not a directory":
+        folder.write_text("")
+    elif reason == "File too large":
+        prefix = ["bash", "-c", 'ulimit -f 1024; exec "$@"', "bash"]
+    else:
+        (folder / "smoke").mkdir(parents=True)
+        (folder / "smoke").chmod(0o500)
+        rights = "-dac_override,-dac_read_search"
+        prefix = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}"] if os.getuid() == 0 else []
+    launch = shell.run(*prefix, GRPO, "launch", "recipe.yaml", CACHE_ROOT=str(folder))
+    assert launch.returncode == 2
+    assert launch.stderr.splitlines() == [
+        f"grpo: CACHE_ROOT: cannot write the smoke model to models/smoke ({reason}). "
+        "Fix: set CACHE_ROOT to a folder that you may write to, with 8 MB free"
+    ]
+    assert not (shell.folder / "runs").exists()

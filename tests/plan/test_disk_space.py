@@ -12,7 +12,9 @@ import pytest
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan import preflight
 from grpo_recipes.plan.disk_space import require_disk_space
+from grpo_recipes.plan.estimates import estimate
 from grpo_recipes.plan.preflight import describe_inode_shortage, node_problems
+from grpo_recipes.plan.types import Names
 
 
 @pytest.fixture
@@ -47,3 +49,10 @@ def test_a_file_system_that_counts_no_inodes_is_accepted(tmp_path: Path, monkeyp
     status = os.statvfs(tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*status[:5], 0, 0, 0, *status[8:])))
     assert describe_inode_shortage(tmp_path) == ""
+
+
+def test_a_folder_name_that_is_too_long_is_not_estimated(read, planned, tmp_path) -> None:
+    """A launch then reports why the folder can't be created."""
+    names = Names(tmp_path / ("x" * 300) / "run", "run", "run", "stamp")
+    assert describe_inode_shortage(names.run_dir) == ""
+    assert estimate(planned(recipe=read()), read(), names, None, None).speed.runs == 0

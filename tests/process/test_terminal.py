@@ -76,6 +76,19 @@ def test_a_terminal_gets_colours_and_a_live_line_no_wider_than_itself(tmp_path, 
     assert told.endswith("\r\x1b[K"), "nothing of the live line is left"
 
 
+def test_a_long_line_is_broken_at_spaces_unless_it_has_a_command(terminal):
+    """The second part of a line begins below the text of the first."""
+    texts = ["word " * 20, "status  " + "word " * 20, "next    run it " + "x " * 40, "a: b. Fix: " + "run it " * 12]
+    prints = f"from grpo_recipes.process.reports import say; [say(text.strip()) for text in {texts}]"
+    child = subprocess.Popen([sys.executable, "-c", prints], stdout=terminal[1], stderr=terminal[1])
+    text = re.sub(r"\x1b\[\d*m", "", read_all(terminal[0], child))
+    assert text.splitlines() == [
+        "grpo: " + " ".join(["word"] * 15), " " * 6 + " ".join(["word"] * 5),
+        "grpo: status  " + " ".join(["word"] * 13), " " * 14 + " ".join(["word"] * 7),
+        *(f"grpo: {line.strip()}" for line in texts[2:]),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("variables", "live"), [({"NO_COLOR": "1"}, True), ({"TERM": "dumb"}, False)])
 def test_a_terminal_that_takes_no_colours_gets_none(tmp_path, terminal, variables, live):
     told = read_all(terminal[0], start(tmp_path, terminal[1], **variables))

@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import quote
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
+from grpo_recipes.fetch.built_in import require_smoke_space
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, explain_unreachable_hub, hub_answers
 from grpo_recipes.paths import cache_root, module_command, shell_quote
 from grpo_recipes.process.tree import die_with_parent
@@ -253,12 +254,14 @@ def ensure_assets(
 
     ``grpo fetch`` with these ``arguments`` downloads them in another process, since a launcher lives for days and
     the hub's clients never release their memory. A resumed run uses the ``recorded`` commits. Raise ConfigError if
-    the hub does not answer or the download fails, and if local files changed since the record, unless
-    ``allow_changed``. Raise SystemExit if the user interrupts the download.
+    the hub does not answer or the download fails, if a missing smoke task can't be written, and if local files changed
+    since the record, unless ``allow_changed``. Raise SystemExit if the user interrupts the download.
     """
     assets = find_assets(recipe, environment, recorded)
     recorded_commits = {asset.identity: asset.commit for asset in _read_assets(recorded) if not asset.from_hub}
     for asset in assets.present:
+        if asset.id.startswith(SMOKE_SCHEME):
+            require_smoke_space(Path(asset.path))
         is_changed = recorded_commits.get(asset.identity, asset.commit) != asset.commit
         if is_changed and not (asset.from_hub or allow_changed):
             fault = f"the {asset.kind} '{asset.id}' has changed since the run started"

@@ -140,7 +140,7 @@ def estimate_disk(recipe: Recipe, plan: Plan, run_dir: Path) -> Disk:
     elif steps > 0 and recipe.run.save_strategy == "steps":
         counts.append(max(1, -(-steps // math.ceil(every if every >= 1 else steps * every))))
     most, free = min(counts, default=None), None
-    existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.is_dir())
+    existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if os.path.isdir(folder))
     with contextlib.suppress(OSError):
         disk = os.statvfs(existing)
         written = [path for name in ("checkpoints", "model") for path in (run_dir / name).rglob("*") if path.is_file()]

@@ -201,7 +201,7 @@ def describe_inode_shortage(folder: Path) -> str:
 
     The folder need not exist yet.
     """
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.isdir(path))
     with contextlib.suppress(OSError):
         disk = os.statvfs(existing)
         if disk.f_files and disk.f_favail < FEWEST_INODES:  # some file systems report 0 inodes

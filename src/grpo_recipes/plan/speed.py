@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -79,7 +80,8 @@ def read_runs(run_root: Path, name: str, is_alike: Callable[[Run], bool]) -> Ite
     Only the 200 newest folders of this name are tried, with ``is_alike``. Runs that can't be read are skipped. A run
     may have no rows.
     """
-    folders = run_root.glob(f"{glob.escape(name)}-[0-9]*")  # for "fine", skip "fine-more"
+    pattern = f"{glob.escape(name)}-[0-9]*"  # for "fine", skip "fine-more"
+    folders = run_root.glob(pattern) if os.path.isdir(run_root) else ()
     for folder in sorted(folders, reverse=True)[:_MOST_RUNS]:  # newest timestamp first
         with contextlib.suppress(ConfigError, OSError, ValueError):  # users may have edited the files of a run
             run = Run(folder)

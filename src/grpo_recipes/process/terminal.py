@@ -11,6 +11,7 @@ import select
 import shlex
 import stat
 import sys
+import textwrap
 import time
 from collections import deque
 from pathlib import Path
@@ -116,7 +117,7 @@ class Output:
         text = strip_control_codes(mask_secrets(text))
         self._log_line(text, descriptor)
         if stream.isatty():
-            line = text
+            line = _wrap_line(text, columns())
             for pattern, code in _COLORS if use_color() else ():
                 line = re.sub(pattern, f"\x1b[{code}m\\g<0>\x1b[0m", line)
             clear, live = (_CLEAR_LINE, self._live) if self._live else ("", "")
@@ -153,6 +154,20 @@ class Output:
                     return
                 self._full.discard(descriptor)
                 content = content[os.write(descriptor, content[: select.PIPE_BUF]) :]
+
+
+def _wrap_line(line: str, width: int) -> str:
+    """Break a line of the launcher at spaces if it is longer than the terminal is wide.
+
+    It continues below its text. Lines with a command or a fix are not broken, so that they can be copied.
+    """
+    if len(line) <= width or not line.startswith("grpo: ") or re.search(r"^grpo: next |Fix: ", line):
+        return line
+    start = re.match(r"grpo: (\w+ {2,})?", line)
+    indent = " " * (start.end() if start else 0)
+    return textwrap.fill(
+        line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+    )
 
 
 def _is_pipe(stream: Any) -> bool:
