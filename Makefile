@@ -30,7 +30,7 @@ EXACT = $(abspath bench/results/exact_resume.jsonl)
 EXACT_TESTS = tests/trainers/test_exact_resume.py tests/e2e/test_exact_ranks.py
 SHELL_FILES = $$(git ls-files --cached --others --exclude-standard "*.sh" "*.slurm" .ci/run)
 
-.PHONY: help setup smoke test e2e e2e-today soak exact coverage mutants docs docs-serve maxent evidence lint format keys clean lock
+.PHONY: help setup smoke test e2e e2e-today soak exact coverage mutants docs docs-serve maxent gpu evidence lint format keys clean lock
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -83,6 +83,9 @@ maxent: setup  ## run what docs/maxent.md rests on, two hours on two cores, and 
 	for part in tabular_maxent tabular_length; do $(BIN)/python evidence/$$part.py || exit; done
 	for part in tuning report lengths graph; do $(BIN)/python evidence/multi_answer.py $$part || exit; done
 	$(BIN)/python evidence/maxent_tables.py
+
+gpu: setup  ## run each part of the main job on this machine's GPUs, print a table for an issue (GPU_ARGS="--cpu --only file")
+	$(BIN)/python bench/gpu_main_job.py $(GPU_ARGS)
 
 evidence: setup  ## write the tables and figures of the docs from the records; measures nothing
 	$(BIN)/python bench/tables.py

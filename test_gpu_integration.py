@@ -1,13 +1,18 @@
-"""Check the offline trainer with its vLLM server on two GPUs: python test_gpu_integration.py.
+"""Check the offline trainer with its vLLM server on a GPU: python test_gpu_integration.py [--cpu].
 
-One run of one iteration, and four checks of what it left. It ends with "4/4 passed" and 0, or with 1; where there are
-no two GPUs it says why it is skipped, and ends with 0. With --cpu the vLLM of a CPU environment serves.
+One run of one iteration, and four checks of its files. It prints "4/4 passed" and exits with 0, or with 1 if a check
+fails. Without a GPU it prints why it is skipped. With --cpu it uses the vLLM of a CPU environment.
+
+    python test_gpu_integration.py --stages [--cpu] [--only STAGE...]
+
+runs all parts of the main job, like `make gpu`.
 """
 
 import glob
 import json
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 
@@ -20,19 +25,24 @@ RUN = (
 _DEVICES = """
 import os
 from grpo_recipes.plan.devices import find_resources
-found = find_resources(os.environ)
-print(found.device, len(found.gpus))
+resources = find_resources(os.environ)
+print(resources.device, len(resources.gpus))
 """
 
 
-def reason_to_skip(python, cpu):
-    """Return why the checks cannot run here, or None."""
+def count_gpus(python):
+    """Return the device of the environment, ``cpu`` or ``cuda``, and the number of GPUs."""
     device, gpus = call([python, "-P", "-s", "-c", _DEVICES], ROOT).split()[-2:]
+    return device, int(gpus)
+
+
+def reason_to_skip(device, gpus, cpu):
+    """Return why the checks can't run here, or None."""
     if cpu:
         return None if device == "cpu" else "--cpu needs a CPU environment (DEVICE=cpu make setup)"
     if device == "cpu":
-        return "this environment has the CPU build; --cpu checks the same with its vLLM"
-    return None if int(gpus) >= 2 else f"two GPUs are needed, one to serve and one to train; {gpus} visible"
+        return "this environment has the CPU build; --cpu runs the same checks with its vLLM"
+    return None if gpus else "no GPU is visible"
 
 
 def rows(run, name):
@@ -44,15 +54,15 @@ def rows(run, name):
 def rollouts(run, folder):
     """The server got the weights before it sampled, and no completion is empty."""
     first = rows(run, "metrics.jsonl")[0]
-    samples = [one for row in rows(run, "samples.jsonl") for one in row["samples"]]
+    samples = [sample for row in rows(run, "samples.jsonl") for sample in row["samples"]]
     assert first["syncs"] >= 1 and os.path.exists(os.path.join(run, "processes", "server.json"))
-    assert samples and all(one["completion"] for one in samples)
+    assert samples and all(sample["completion"] for sample in samples)
 
 
 def training(run, folder):
     """Both steps have finite losses, and gradients."""
-    found = metrics(folder, "train", TRAIN)
-    assert found["grad_norm"] > 0 and [row["step"] for row in rows(run, "metrics.jsonl")] == [1, 2]
+    assert metrics(folder, "train", TRAIN)["grad_norm"] > 0
+    assert [row["step"] for row in rows(run, "metrics.jsonl")] == [1, 2]
 
 
 def evaluation(run, folder):
@@ -80,7 +90,7 @@ CHECKS = {
 
 
 def passed(check, run, folder):
-    """Return whether a check holds, and say what does not."""
+    """Return whether a check passes; print its error if it does not."""
     try:
         check(run, folder)
     except (AssertionError, SystemExit, OSError, KeyError, IndexError) as error:
@@ -90,9 +100,13 @@ def passed(check, run, folder):
 
 
 def main():
-    """Train one iteration and check it."""
-    python, cpu = need_environment(), "--cpu" in sys.argv[1:]
-    reason = reason_to_skip(python, cpu)
+    """Train one iteration and check it, or run the stages of `make gpu`."""
+    python, options = need_environment(), sys.argv[1:]
+    if "--stages" in options:
+        options.remove("--stages")
+        return subprocess.call([python, os.path.join(ROOT, "bench", "gpu_main_job.py"), *options])
+    device, gpus = count_gpus(python)
+    reason = reason_to_skip(device, gpus, "--cpu" in options)
     if reason:
         print(f"skipped: {reason}")
         return 0
@@ -100,13 +114,14 @@ def main():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        train(python, folder, [*RUN, f"generation.base_url=http://127.0.0.1:{port}"])
+        one_gpu = ["--vllm_gpu=shared"] if gpus == 1 else []
+        train(python, folder, [*RUN, f"generation.base_url=http://127.0.0.1:{port}", *one_gpu])
         (run,) = glob.glob(os.path.join(folder, "run", "offline-*"))
-        found = {name: passed(check, run, folder) for name, check in CHECKS.items()}
-    for name, holds in found.items():
-        print("passed" if holds else "FAILED", name)
-    print(f"{sum(found.values())}/{len(found)} passed")
-    return 0 if all(found.values()) else 1
+        results = {name: passed(check, run, folder) for name, check in CHECKS.items()}
+    for name, is_passed in results.items():
+        print("passed" if is_passed else "FAILED", name)
+    print(f"{sum(results.values())}/{len(results)} passed")
+    return 0 if all(results.values()) else 1
 
 
 if __name__ == "__main__":
