@@ -93,3 +93,17 @@ def test_keys_are_bold_with_green_defaults_and_texts_in_one_column() -> None:
     assert max(map(len, lines)) <= 100
     start = next(line.index("Temperature of evaluations") for line in lines if "Temperature of evaluations" in line)
     assert any(re.match(f" {{{start}}}[a-z]", line) for line in lines)
+
+
+def test_keys_of_a_narrow_terminal_have_their_text_below_the_name() -> None:
+    """A column of texts would have single letters in each line."""
+    lines = COLOR.sub("", run_in_terminal(80, "keys")).splitlines()
+    assert all(len(line) <= 80 or " " not in line.strip() for line in lines)  # long words are kept whole
+    start = lines.index("  use_transformers_continuous_batching  false")
+    assert lines[start + 1].startswith("      Whether to use transformers' continuous batching")
+
+
+def test_texts_around_the_tables_of_keys_end_at_the_width() -> None:
+    for word in ("lr", "objectives", "max_completion_length"):
+        lines = COLOR.sub("", run_in_terminal(80, "keys", word)).splitlines()
+        assert all(len(line) <= 80 or "  (" in line for line in lines), word  # a name with its type is not broken

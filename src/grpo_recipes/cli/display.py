@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _INDENT = 2
+_LEAST_TEXT = 32  # characters of a table's last column
 _MOST_COLUMNS = 40  # characters of a line in which its text begins
 _STYLES = (  # pattern in a line -> style
     (r"Fix: .*|-> .*", "green"),
@@ -63,9 +64,13 @@ def print_problems(problems: Sequence[Problem], stream: TextIO) -> None:
 def print_notes(notes: Iterable[str]) -> None:
     """Print texts, each as a line that begins with "grpo: ", and in a terminal continues below its text."""
     for note in notes:
-        line = f"grpo: {note}"
-        lines = _wrap(line, shutil.get_terminal_size().columns - 6) if is_terminal(sys.stdout) else [line]
-        print(*lines, sep="\n      ")
+        print_wrapped(f"grpo: {note}", 6)
+
+
+def print_wrapped(line: str, indent: int = _INDENT) -> None:
+    """Print a line; in a terminal, it is broken at spaces and continues after ``indent`` spaces."""
+    lines = _wrap(line, shutil.get_terminal_size().columns - indent) if is_terminal(sys.stdout) else [line]
+    print(*lines, sep="\n" + " " * indent)
 
 
 def print_labelled(lines: Sequence[str], label_width: int) -> None:
@@ -98,25 +103,30 @@ def print_labelled(lines: Sequence[str], label_width: int) -> None:
 def print_table(rows: Sequence[Sequence[str]], title: str = "", space: bool = False) -> None:
     """Print rows of name, value and text in aligned columns below a title; with ``space``, after an empty line.
 
-    In a terminal, the text continues in its column, the name is bold and the value is green.
+    In a terminal, the text continues in its column, the name is bold and the value is green. If the column would be
+    narrow, each text begins in the line below its name.
     """
     if space:
         print()
     if not is_terminal(sys.stdout):
         print(*([title] if title else []), *(f"  {line}" for line in align_columns(rows)), sep="\n")
         return
-    from rich.table import Table
+    from rich.text import Text
 
     console = make_console(sys.stdout)
     if title:
         console.print(title, style="bold underline")
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for style in ("bold", "green"):
-        table.add_column(style=style, no_wrap=True)
-    table.add_column(overflow="fold")
+    names, values = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
+    start = names + values + 3 * _INDENT
+    stacked = console.width - start < _LEAST_TEXT
     for name, value, text in rows:
-        table.add_row(f"  {name}", value, text)
-    console.print(table)
+        lines = _wrap(text, console.width - (3 * _INDENT if stacked else start))
+        width = len(name) if stacked else names
+        first = "" if stacked else " " * _INDENT + lines.pop(0)
+        parts = (f"  {name:<{width}}", "bold"), " " * _INDENT, (value if stacked else f"{value:<{values}}", "green")
+        console.print(Text.assemble(*parts, first), soft_wrap=True)
+        for line in lines:
+            console.print(" " * (3 * _INDENT if stacked else start) + line, soft_wrap=True)
 
 
 def make_console(stream: TextIO) -> Console:

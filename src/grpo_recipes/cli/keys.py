@@ -7,12 +7,13 @@ description, other keys in one row each.
 import argparse
 import json
 import re
+import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from grpo_recipes.cli import command, option, switch
-from grpo_recipes.cli.display import print_table
+from grpo_recipes.cli.display import print_notes, print_table, print_wrapped
 from grpo_recipes.errors import config_error
 from grpo_recipes.recipe.converters import ALIASES, meaning_of, names, nearest
 from grpo_recipes.recipe.keys import OWNED_KEYS, catalogue, keys_by_topic, nested_catalogue, search_words, variables
@@ -23,6 +24,7 @@ from grpo_recipes.recipe.rules import unsupported_keys
 Entries = dict[str, dict[str, Any]]  # name -> type, default, help and limits; only help if it is not a key
 
 _SENTENCE_END = re.compile(r"(?<!e\.g)(?<!i\.e)\. ")
+_LONGEST_LINE = 110  # characters of a description
 _LONGEST_DEFAULT = 20  # characters of a default in a row
 
 
@@ -98,7 +100,7 @@ def keys(options: argparse.Namespace) -> int:
     if rejected:
         (name, fix), *others = rejected.items()
         listed = f"{', '.join(rejected)} (grpo keys NAME prints the replacement)" if others else f"{name} ({fix})"
-        print(f"Rejected names of other tools: {listed}")
+        print_wrapped(f"Rejected names of other tools: {listed}")
     return 0
 
 
@@ -113,7 +115,7 @@ def _print_objectives(as_json: bool) -> None:
     ]
     print_table(rows, "Objectives")
     keys = dict.fromkeys(next(iter(row.keys)) for row in NAMED_OBJECTIVES.values())
-    print(f"grpo: grpo keys {', '.join(keys)} describes the keys")
+    print_notes([f"grpo keys {', '.join(keys)} describes the keys"])
 
 
 def _list_entries(keys: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -156,7 +158,8 @@ def _describe_key(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
         kind = " | ".join(entry["choices"]) if entry.get("choices") else entry["type"]
         facts = [" ".join([kind, *limits]), f"default {json.dumps(entry['default'])}", entry["config"]]
     yield f"{name}  ({', '.join(facts)})" if facts else name
-    yield from textwrap.wrap(entry["help"], 110, initial_indent="    ", subsequent_indent="    ")
+    width = min(shutil.get_terminal_size((_LONGEST_LINE, 0)).columns, _LONGEST_LINE)
+    yield from textwrap.wrap(entry["help"], width, initial_indent="    ", subsequent_indent="    ")
 
 
 def _make_row(name: str, entry: Mapping[str, Any], word_start: re.Pattern[str] | None = None) -> list[str]:

@@ -191,7 +191,7 @@ def rewind_to_checkpoint(run: Run) -> str:
     for name in ("rank_*.json", "phase_*.json"):
         rundir.remove_files(*(run.folder / "processes").glob(name))
     start = f"resuming from {checkpoint.name}" if checkpoint else "no complete checkpoint: starting again from step 0"
-    return f"{start}; {moved} later rows of metrics.jsonl moved to metrics.redone.jsonl"
+    return f"{start}; {moved} later rows of metrics.jsonl moved to metrics.redone.jsonl" if moved else start
 
 
 def print_start(attempt: Attempt) -> None:

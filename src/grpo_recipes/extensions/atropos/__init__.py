@@ -17,8 +17,8 @@ EXTENSION = Extension(
     ports={"atropos_port": "grpo_recipes.extensions.atropos.recipe:choose_run_api_port"},
     roles="grpo_recipes.extensions.atropos.processes:ROLES",
     logs={
-        "run-api": ("run-api", "the log of Atropos' run-api"),
-        "environments": ("environment-", "the logs of Atropos' environments"),
+        "run-api": ("run-api", "Print the log of Atropos' run-api"),
+        "environments": ("environment-", "Print the logs of Atropos' environments"),
     },
     metrics="grpo_recipes.extensions.atropos.metrics:METRICS",
     advice="grpo_recipes.extensions.atropos.advice:ADVICE",

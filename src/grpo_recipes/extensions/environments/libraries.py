@@ -7,6 +7,7 @@ import difflib
 import importlib.util
 import inspect
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -117,8 +118,10 @@ class _ReasoningTask(Environment):
 
     def __init__(self, name: str, args: Mapping[str, Any]):
         """Create a first item to test the arguments; raise ConfigError for a wrong name or argument."""
-        from reasoning_gym.factory import DATASETS
-        from reasoning_gym.utils import SYSTEM_PROMPTS
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of a library that is compiled at its first import
+            from reasoning_gym.factory import DATASETS
+            from reasoning_gym.utils import SYSTEM_PROMPTS
 
         _check_name("reasoning_gym", name, list(DATASETS))
         config = dict(args)
