@@ -27,6 +27,7 @@ from grpo_recipes.launch.hooks import AllHooks
 from grpo_recipes.launch.monitor import Monitor
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.server.plugin import choose_unit, fingerprint
+from grpo_recipes.server.wire import WORKERS_PATH
 from grpo_recipes.weights.nccl import NcclClient
 from grpo_recipes.weights.transport import BadAnswer, ServerError, run_in_thread
 from weights import nccl_sides
@@ -189,6 +190,15 @@ def test_the_protocol(client, server):
     assert records.tokens == [TOKEN["Authorization"]]
 
 
+def test_the_engine_is_paused_during_a_transfer(client, server):
+    """Atropos' environments send requests at any time, and vLLM's parameters are on the meta device until the end."""
+    client.init_communicator("cuda")
+    send(client)
+    calls = server.seen().calls
+    transfer = calls[calls.index(START) - 1 :]
+    assert transfer == ["/pause?mode=keep", START, UPDATE, FINISH, WORKERS_PATH, "/resume", WORKERS_PATH]
+
+
 def test_weights_that_the_server_drops_are_noticed(client, server):
     client.init_communicator("cuda")
     server.order(drops=True)
@@ -209,7 +219,8 @@ def test_a_step_that_the_server_refuses_ends_the_transfer_and_is_asked_once(clie
     server.order(refuses=[path])
     with pytest.raises(BadAnswer, match=rf"answered 500: .*refused {path}.*\(in {path}; log: "):
         send(client)
-    assert steps(server.seen().calls) == calls
+    records = server.seen()
+    assert steps(records.calls) == calls and "/resume" not in records.calls
     assert f"grpo: the vLLM server at {server.url} answered 500" in capfd.readouterr().out
 
 

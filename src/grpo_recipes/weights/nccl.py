@@ -36,15 +36,19 @@ class NcclClient(BridgeClient):
             raise
 
     def _send(self, metadata: Metadata, named_params: NamedTensors) -> None:
-        """Send as TRL does, once the optimizer's writes have finished.
+        """Send as TRL does, once the optimizer's writes have finished, while the engine is paused.
 
         vLLM packs the tensors on its own streams, and the fingerprints are computed there too. These streams do not
-        wait for the default stream, where the optimizer writes.
+        wait for the default stream, where the optimizer writes. Between the requests of a transfer, vLLM's parameters
+        have no memory: a step for a request of another program would end the engine. So the engine stays paused after
+        a failed transfer.
         """
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._sync += 1
+        self.pause("keep")
         super(BridgeClient, self).update_named_params(metadata, named_params)
+        self._retry(self.resume)
 
     def _finish_weight_update(self) -> None:
         """Finish as TRL does, then send the workers the number of the sync: TRL's transfer cannot contain it."""
