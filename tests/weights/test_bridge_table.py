@@ -147,6 +147,10 @@ def test_a_bridge_has_no_meaning_inside_the_trainers(read):
         ("shared", "fsdp2", "cuda", {"use_peft": True}, "Fix: write accelerator: ddp or zero2"),
         ("lora", "full", "cpu", {}, "Fix: write use_peft: true, or weight_sync: file or shared or restart"),
         ("lora", "zero3", "cpu", {}, "Fix: write weight_sync: file or restart"),
+        # vLLM's Triton kernels for adapters assert 16 bits (lora_shrink_op.py); its code for CPU does not.
+        ("lora", "single", "cuda", {"use_peft": True, "bf16": False},
+         "lora needs bf16 or fp16 on GPUs: vLLM's kernels for adapters do not compute in float32. "
+         "Fix: write bf16: true, or weight_sync: file"),
         # accelerator: auto takes ZeRO-2 for weights in 16 bits.
         ("shared", "single", "cpu", {"dtype": "bfloat16", "num_processes": 2},
          "DeepSpeed ZeRO-2: DeepSpeed keeps the weights in its own buffers. "

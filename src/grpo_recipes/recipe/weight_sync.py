@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.learning import trains_weights_as_loaded
+from grpo_recipes.recipe.learning import mixed_precision, served_dtype, trains_weights_as_loaded
 from grpo_recipes.recipe.registry import COLOCATE, NOT_WITH_LORA, SYNC_METHODS, SYNC_TABLE, sync_methods_for
 from grpo_recipes.recipe.rules import COLOCATED, starts_server
 
@@ -66,6 +66,9 @@ def sync_problem(
         return recipe.problem(key, message, _fix(recipe, method, setups, working))
     if device is not None and not SYNC_TABLE[method].runs_on(device):
         return recipe.problem(key, f"{name} needs GPUs, this is a CPU environment", f"write {working}")
+    if (method, device, served_dtype(recipe.model.dtype, mixed_precision(recipe))) == ("lora", "cuda", "float32"):
+        message = "lora needs bf16 or fp16 on GPUs: vLLM's kernels for adapters do not compute in float32"
+        return recipe.problem(key, message, "write bf16: true, or weight_sync: file")
     return None
 
 
