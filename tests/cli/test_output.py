@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from grpo_command import run_grpo
 
+from grpo_recipes.cli import run_reporting_errors
 from grpo_recipes.paths import find_code_root
 
 FULL = Path("/dev/full")
@@ -50,3 +52,13 @@ def test_a_full_disk_behind_stderr_keeps_the_exit_code() -> None:
     with FULL.open("w") as full:
         argv = [sys.executable, "-m", "grpo_recipes", "check", "none.yaml"]
         assert subprocess.run(argv, stderr=full, timeout=120, check=False).returncode == 2
+
+
+def test_ctrl_c_before_a_launch_handles_signals_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """A newcomer's Ctrl-C in the first second printed a traceback."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background test run ignores it
+    try:
+        assert run_reporting_errors(lambda: signal.raise_signal(signal.SIGINT) or 0) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "grpo: interrupted\n"

@@ -209,6 +209,12 @@ def test_the_tail_of_a_log_has_the_users_own_lines_and_no_frames_of_libraries(tm
     assert len(lines) == 5 and "40 frames of libraries" in lines[3] and "/home/me/rewards.py" in lines[1]
 
 
+def test_the_tail_of_a_log_counts_rows_of_metrics_and_keeps_other_lines(tmp_path):
+    rows = "".join(f"{{'loss': '0.1', 'reward': '{row}'}}\n" for row in range(3))
+    (tmp_path / "log").write_text(f"{{'mine': 1}}\n{rows}{{'eval_reward': '1'}}\nKeyError: 0\n")
+    assert read_last_lines(tmp_path / "log").splitlines() == ["{'mine': 1}", "… rows of metrics: 4", "KeyError: 0"]
+
+
 def test_the_tail_of_a_missing_or_empty_log_is_empty(tmp_path):
     (tmp_path / "empty").touch()
     assert read_last_lines(tmp_path / "none") == read_last_lines(Path(tmp_path / "empty")) == ""

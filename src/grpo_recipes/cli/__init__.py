@@ -14,6 +14,7 @@ import importlib.metadata
 import io
 import os
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -301,9 +302,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_reporting_errors(work: Callable[[], int]) -> int:
     """Return the exit code of ``work``; for a ``ConfigError``, print a line for each problem and return 2.
 
-    If the output can't be written, for example to a full disk, print one line and return 2, or the exit code of
-    ``work`` if it is not 0. A closed pipe prints no line. In both cases, later output is discarded. Other errors are
-    raised.
+    After Ctrl-C, print one line and return 130. If the output can't be written, for example to a full disk, print one
+    line and return 2, or the exit code of ``work`` if it is not 0. A closed pipe prints no line. In both cases, later
+    output is discarded. Other errors are raised.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # print other characters as \\x.. in a terminal without UTF-8
@@ -314,6 +315,10 @@ def run_reporting_errors(work: Callable[[], int]) -> int:
     except ConfigError as error:
         with contextlib.suppress(OSError):  # the exit code still reports the error
             print_problems(error.problems, sys.stderr)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+        with contextlib.suppress(OSError):
+            print("grpo: interrupted", file=sys.stderr)
     except SystemExit:  # raised by --help and --version
         if not _find_flush_error(sys.stdout):
             raise

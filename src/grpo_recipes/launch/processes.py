@@ -32,7 +32,7 @@ from grpo_recipes.paths import display_path, module_command
 from grpo_recipes.plan.types import Process
 from grpo_recipes.process import tree
 from grpo_recipes.process.scratch import Scratch, SegmentRecorder
-from grpo_recipes.process.terminal import collapse_library_frames, strip_control_codes
+from grpo_recipes.process.terminal import collapse_library_frames, collapse_metrics, strip_control_codes
 from grpo_recipes.process.waiting import wait_until
 from grpo_recipes.runs import rundir
 from grpo_recipes.secrets import mask_secrets
@@ -394,10 +394,10 @@ def ending_from_exit(name: str, code: int | None) -> Ending:
 
 
 def read_last_lines(log: Path, lines: int = _LAST_LINES) -> str:
-    """Return the last lines of a log, with tracebacks shortened and secrets masked; "" if it can't be read."""
+    """Return the last lines of a log, shortened and with masked secrets; "" if it can't be read."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - max(400 * lines, 60_000)))
-        text = collapse_library_frames(strip_control_codes(file.read().decode(errors="replace")))
+        text = collapse_library_frames(collapse_metrics(strip_control_codes(file.read().decode(errors="replace"))))
         return mask_secrets("\n".join(text.rstrip("\n").split("\n")[-lines:]))
     return ""
 

@@ -27,6 +27,7 @@ _FRAMES = re.compile(
     r'(?m)(?:^(?:\[rank\d+\]: ?)?  File "[^"\n]*/(?:site-packages|grpo_recipes|lib/python[\d.]+)/.*\n'
     r"(?:(?:\[rank\d+\]: ?)?    .*\n)*)+"
 )
+_METRIC_ROWS = re.compile(r"(?m)(?:^\{'(?:loss|eval|train)\S*: .*\}\n)+")
 _CLEAR_LINE = "\r\x1b[K"  # removes the live line
 _COLORS = (  # pattern in a line -> code of the terminal: 1 bold, 2 dim, 31 red, 32 green, 33 yellow, 36 cyan
     (r"^(step|eval\S*) .*?\d+/\d+", 1), (r"(?<=  reward )[-\d.]+", 36), (r"^grpo: note:", 33),
@@ -56,6 +57,11 @@ def columns() -> int:
 def use_color() -> bool:
     """Return whether stdout is a terminal with colors, and NO_COLOR is not set."""
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+
+
+def collapse_metrics(text: str) -> str:
+    """Replace consecutive rows of metrics, which TRL prints after each step, by a line with their number."""
+    return _METRIC_ROWS.sub(lambda rows: f"… rows of metrics: {rows[0].count(chr(10))}\n", text)
 
 
 class Output:
