@@ -107,21 +107,6 @@ class Command:
         public = [names for names, settings in self.all_options() if settings.get("help") != argparse.SUPPRESS]
         return [name for names in public for name in names if name.startswith("-")]
 
-    def add_to(self, commands: "argparse._SubParsersAction[Any]") -> None:
-        """Add the command to argparse's subparsers, under the name of its function."""
-        name = self.run.__name__.replace("_", "-")
-        texts: dict[str, Any] = {"help": self.help, "description": self.help}
-        if self.takes_recipe:
-            texts |= {"usage": f"grpo {name} {self.usage}", "epilog": self.epilog}
-        parser = commands.add_parser(name, allow_abbrev=False, **texts)
-        for names, settings in (*(_RECIPE_OPTIONS if self.takes_recipe else ()), *self.options):
-            parser.add_argument(*names, **settings)
-        if self.exclusive:  # argparse can't print the usage of an empty group
-            group = parser.add_mutually_exclusive_group()
-            for names, settings in self.exclusive:
-                group.add_argument(*names, **settings)
-        parser.set_defaults(command=self)
-
 
 def option(*names: str, **settings: Any) -> Option:
     """Return an option or argument of a command, in the form of argparse's ``add_argument``."""
@@ -182,23 +167,16 @@ class Parser(argparse.ArgumentParser):
     """A parser that raises ConfigError and rejects repeated flags."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Reject repeated flags, then parse like argparse."""
-        if self._subparsers is None:  # only the parser of a command knows which options may be repeated
-            self._reject_repeats(list(sys.argv[1:] if args is None else args))
-        return super().parse_known_args(args, namespace)
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        """Print help and version without hiding write errors, unlike argparse."""
-        print(message, end="", file=file or sys.stderr)
-
-    def _reject_repeats(self, words: Sequence[str]) -> None:
-        """Raise ConfigError if two flags set the same option or key, also by an alias or ``--no_KEY``.
+        """Parse like argparse; raise ConfigError if two flags set the same option or key, also by an alias.
 
         Switches, options that append, ``--unset`` and flags with a dot may be repeated.
         """
+        if self._subparsers is not None:  # only the parser of a command knows which options may be repeated
+            return super().parse_known_args(args, namespace)
         repeatable = {name for action in self._actions if action.nargs == 0 or isinstance(action, _APPENDS)
                       for name in action.option_strings}  # fmt: skip
         first: dict[str, str] = {}
+        words = sys.argv[1:] if args is None else args
         for flag in (word.partition("=")[0] for word in words if word.startswith("--") and word != "--"):
             action = self._option_string_actions.get(flag)
             key = flag.removeprefix("--").replace("-", "_").removeprefix("no_")
@@ -207,6 +185,11 @@ class Parser(argparse.ArgumentParser):
                 problem = "is given twice" if first[name] == flag else f"and {first[name]} set the same key"
                 raise config_error(flag, problem, "keep one of the two")
             first.setdefault(name, flag)
+        return super().parse_known_args(args, namespace)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print help and version without hiding write errors, unlike argparse."""
+        print(message, end="", file=file or sys.stderr)
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's error as a ConfigError."""
@@ -284,7 +267,19 @@ def make_parser(names: Iterable[str] | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="Print the versions of package and environment")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     for name in commands() if names is None else names:
-        load_command(name).add_to(subparsers)
+        loaded = load_command(name)
+        title = loaded.run.__name__.replace("_", "-")
+        texts: dict[str, Any] = {"help": loaded.help, "description": loaded.help}
+        if loaded.takes_recipe:
+            texts |= {"usage": f"grpo {title} {loaded.usage}", "epilog": loaded.epilog}
+        subparser = subparsers.add_parser(title, allow_abbrev=False, **texts)
+        for names_of_option, settings in (*(_RECIPE_OPTIONS if loaded.takes_recipe else ()), *loaded.options):
+            subparser.add_argument(*names_of_option, **settings)
+        if loaded.exclusive:  # argparse can't print the usage of an empty group
+            group = subparser.add_mutually_exclusive_group()
+            for names_of_option, settings in loaded.exclusive:
+                group.add_argument(*names_of_option, **settings)
+        subparser.set_defaults(command=loaded)
     return parser
 
 

@@ -62,7 +62,7 @@ POLL_SECONDS = 1.0  # between two reads of the files
 _MOST_BYTES = 1 << 20  # read from one file at a time
 
 Target: TypeAlias = Run | RunGroup | BareJob
-JobState: TypeAlias = Job | dict[str, Job] | None  # the job of a run, or all jobs for a group; see find_jobs
+Jobs: TypeAlias = dict[str, Job] | None  # by id; None if Slurm does not answer about a group; see find_jobs
 
 
 def find_target(name: str) -> Target:
@@ -149,12 +149,17 @@ def status(options: argparse.Namespace) -> int:
         return 0
     run = find_target(options.which)
     if not isinstance(run, Run):
-        lines = run.lines() if isinstance(run, BareJob) else group_lines(run, _find_group_jobs(run))
+        lines = run.lines() if isinstance(run, BareJob) else group_lines(run, find_jobs(run))
         print(*lines, sep="\n")
         return 0
     job = _find_run_job(run)
     state, has_ended = _describe_state(run, job)
     step, reward, time_left = format_position(run.rows, has_ended)
+    if reward:  # shown as the mean of the first and of the last steps
+        rewards = drop_missing(finite_number(row.get("reward")) for row in run.rows)
+        initial, current = average_first_and_last(rewards)
+        assert initial is not None and current is not None
+        reward = format_rewards(initial, current, len(rewards))
     time_limit = f", at most until {job.ends}" if job and job.ends and not job.waits and job.active else ""
     phase, since = find_current_activity(run.folder) if run.is_running() else ("", 0.0)
     evaluations = rundir.read_rows(run.folder / "eval.jsonl", lenient=True)
@@ -165,7 +170,7 @@ def status(options: argparse.Namespace) -> int:
         ("job", run.job_id and f"{run.job_id} {job or 'is no longer known to Slurm'}{time_limit}"),
         ("phase", phase and f"{phase} for {format_seconds_since(since)}"),
         ("step", step),
-        ("reward", reward and _describe_reward(run)),
+        ("reward", reward),
         ("episodes", run.rows and format_episode_metrics(run.rows[-1])),
         ("eval", evaluations and format_evaluation(evaluations[-1])),
         ("best", format_best(rundir.read_json(run.folder / rundir.BEST))),
@@ -177,14 +182,6 @@ def status(options: argparse.Namespace) -> int:
     ]
     print_labelled([f"{name:<8} {text}" for name, text in facts if text], 8)
     return 0
-
-
-def _describe_reward(run: Run) -> str:
-    """Return the mean reward of a run's first and last steps as text."""
-    rewards = drop_missing(finite_number(row.get("reward")) for row in run.rows)
-    initial, current = average_first_and_last(rewards)
-    assert initial is not None and current is not None  # the caller has seen a reward
-    return format_rewards(initial, current, len(rewards))
 
 
 _COLUMNS = ("state", "job", "step", "reward", "left")
@@ -375,7 +372,7 @@ def wait_for_run(target: Target, follower: LogFollower | None = None) -> Target:
             print(f"grpo: job {job_id}: {last_state}", flush=True)
         if follower is not None:
             follower.print_new(target, fall_back=True)
-        if target.over:
+        if not target.is_running():
             print(*([f"grpo: job {job_id}: {target.cause}"] if target.cause else []), sep="\n", flush=True)
             return target
         poll.need_answer(job_id, target.job is not None and target.job.state == NO_ANSWER)
@@ -404,29 +401,26 @@ def _follow(target: Run | RunGroup, follower: LogFollower) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def is_silent(target: Run | RunGroup, jobs: JobState) -> bool:
+def is_silent(target: Run | RunGroup, jobs: Jobs) -> bool:
     """Return whether the state of a run or group is unknown because Slurm does not answer.
 
     This is false if a process of the run or group runs on this machine. ``jobs`` is the result of ``find_jobs``.
     """
     if isinstance(target, RunGroup):
         return jobs is None and not any(run.is_running() for run in active_runs(target))
-    return isinstance(jobs, Job) and jobs.state == NO_ANSWER and not Run(target.folder).is_running()
+    has_no_answer = any(job.state == NO_ANSWER for job in (jobs or {}).values())
+    return has_no_answer and not Run(target.folder).is_running()
 
 
-def find_jobs(target: Run | RunGroup) -> JobState:
-    """Return the Slurm job of a run, or for a group all jobs of the user if its trials are jobs."""
-    return _find_group_jobs(target) if isinstance(target, RunGroup) else _find_run_job(target)
+def find_jobs(target: Run | RunGroup) -> Jobs:
+    """Query Slurm for the job of a run, or for all jobs of the user if the trials of a group are jobs.
 
-
-def group_jobs(jobs: JobState) -> dict[str, Job] | None:
-    """Return the result of ``find_jobs`` for a group: the user's jobs by id, or None if Slurm does not answer."""
-    return None if isinstance(jobs, Job) else jobs
-
-
-def _find_group_jobs(group: RunGroup) -> dict[str, Job] | None:
-    """Query all jobs of the user from Slurm, by id: {} if the trials run without Slurm, None without an answer."""
-    return list_my_jobs() if group.record["jobs"] else {}
+    The result is empty without a job. For a group, it is None if Slurm does not answer.
+    """
+    if isinstance(target, RunGroup):
+        return list_my_jobs() if target.record["jobs"] else {}
+    job = _find_run_job(target)
+    return {job.id: job} if job else {}
 
 
 def _find_run_job(run: Run) -> Job | None:
@@ -434,11 +428,11 @@ def _find_run_job(run: Run) -> Job | None:
     return find_job(job_id) if job_id else None
 
 
-def target_state(target: Run | RunGroup, jobs: JobState) -> tuple[str, bool]:
+def target_state(target: Run | RunGroup, jobs: Jobs) -> tuple[str, bool]:
     """Describe the state of a run or a group, given the result of ``find_jobs``, and return whether it has ended."""
     if isinstance(target, RunGroup):
-        return group_state(target, group_jobs(jobs))
-    return _describe_state(Run(target.folder), jobs if isinstance(jobs, Job) else None)
+        return group_state(target, jobs)
+    return _describe_state(Run(target.folder), next(iter((jobs or {}).values()), None))
 
 
 @command(
@@ -453,7 +447,14 @@ def stop(options: argparse.Namespace) -> int:
     """
     target = find_target(options.which)
     if isinstance(target, BareJob):
-        _stop_job(target)
+        if not target.is_running():
+            logs = list(target.logs.values())
+            fix = f"see {display_path(logs[-1])}" if logs else f"see sacct -j {target.job_id}"
+            raise config_error(target.job_id, f"the job has already ended ({target.state})", fix)
+        cancel_job(target.job_id)
+        waited = target.job is not None and target.job.waits
+        result = "was removed from the queue" if waited else "was canceled; it had no run directory yet"
+        print(f"grpo: job {target.job_id} {result}")
         return 0
     state, has_ended = target_state(target, find_jobs(target))
     if has_ended:
@@ -474,17 +475,6 @@ def stop(options: argparse.Namespace) -> int:
         if (options.now or not is_locked(target.folder / "lock")) and not _describe_state(run, _find_run_job(run))[1]:
             _stop_run(run, options.now)
     return 0
-
-
-def _stop_job(job: BareJob) -> None:
-    """Cancel a job that has no run directory. Raise ConfigError if it has already ended."""
-    if job.over:
-        fix = f"see {display_path(next(reversed(job.logs.values())))}" if job.logs else f"see sacct -j {job.job_id}"
-        raise config_error(job.job_id, f"the job has already ended ({job.state})", fix)
-    cancel_job(job.job_id)
-    waited = job.job is not None and job.job.waits
-    result = "was removed from the queue" if waited else "was canceled; it had no run directory yet"
-    print(f"grpo: job {job.job_id} {result}")
 
 
 def _stop_run(run: Run, now: bool) -> None:

@@ -39,14 +39,9 @@ class BareJob:
     logs: dict[str, Path]  # slurm.out and slurm.err, if they exist
     folder: Path  # a run directory that does not exist
 
-    @property
-    def over(self) -> bool:
-        """Whether the job has ended."""
-        return self.job is None or not self.job.active
-
     def is_running(self) -> bool:
         """Return whether the job may still write its logs."""
-        return not self.over
+        return self.job is not None and self.job.active
 
     @property
     def state(self) -> str:
@@ -68,7 +63,7 @@ class BareJob:
     def cause(self) -> str:
         """The last line of the logs with an error, or else the last line; empty while the job is active."""
         lines: list[str] = []
-        for path in self.logs.values() if self.over else ():
+        for path in self.logs.values() if not self.is_running() else ():
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
                 text = strip_control_codes(mask_secrets(file.read().decode(errors="replace")))

@@ -71,7 +71,13 @@ def new(options: argparse.Namespace) -> int:
     if source and source.suffix in (".py", ".sh"):
         fix = "write its settings to a .yaml file, one key: value per line, and translate that file"
         raise config_error("--from", f"'{display_path(source)}' is a script, not a recipe", fix)
-    translation = _translate_recipe(source, path) if source else None
+    translators = list(parts("translate"))
+    if source and not translators and (source.suffix == ".toml" or is_foreign(read_file(source, []))):
+        problem = f"'{display_path(source)}' is a recipe of another project, and no installed extension translates it"
+        fix = "install the complete package with extensions/migrate, or write a recipe with the keys of grpo keys"
+        raise config_error("--from", problem, fix)
+    translations = (translator(source, path) for translator in translators if source)
+    translation: TranslatedRecipe | None = next(filter(None, translations), None)  # None for our own recipes
     text = source.read_text(encoding="utf-8") if source else start_text(environment_device())
     files = translation.files() if translation else {path: f"{schema_line(path)}\n{_SCHEMA_LINE.sub('', text)}"}
     for file in files:
@@ -84,19 +90,6 @@ def new(options: argparse.Namespace) -> int:
         print(*translation.report(), sep="\n")
     print(f"grpo: wrote {mask_and_escape(display_path(path))}; next: grpo check {shell_path(path)}")
     return 0
-
-
-def _translate_recipe(source: Path, target: Path) -> TranslatedRecipe | None:
-    """Translate a recipe of another project; return None if the file is a recipe of this package.
-
-    Raise ConfigError if no installed extension translates recipes and the file is one of another project.
-    """
-    translators = list(parts("translate"))
-    if not translators and (source.suffix == ".toml" or is_foreign(read_file(source, []))):
-        problem = f"'{display_path(source)}' is a recipe of another project, and no installed extension translates it"
-        fix = "install the complete package with extensions/migrate, or write a recipe with the keys of grpo keys"
-        raise config_error("--from", problem, fix)
-    return next((translation for translator in translators if (translation := translator(source, target))), None)
 
 
 def start_text(device: str) -> str:

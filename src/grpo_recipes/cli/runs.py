@@ -13,14 +13,12 @@ from grpo_recipes.launch.rendezvous import Meeting
 from grpo_recipes.launch.resolve import Options
 from grpo_recipes.launch.run import launch as launch_run
 from grpo_recipes.launch.submission import (
-    Submission,
     prepare_submissions,
     read_site_profile,
     require_environment,
     submit_run,
 )
 from grpo_recipes.paths import display_path
-from grpo_recipes.plan.estimates import Estimates
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.slurm.client import read_slurm_job
 from grpo_recipes.slurm.profile import KEYS, Profile
@@ -107,8 +105,18 @@ def submit(options: argparse.Namespace) -> int:
         require_environment(profile)
     recipes = [recipe_name(options), *options.then]
     prepared = prepare_submissions(profile, recipes, options.task, options.flags, os.environ)
+    kind = f" {profile.gpu_kind}" if profile.gpu_kind else ""
+    devices = f"{profile.gpus}{kind} GPUs" if profile.gpus else f"{profile.cpus or 1} CPU cores"
+    nodes = f"{profile.nodes} nodes" if profile.nodes > 1 else "1 node"
     for submission, estimates in prepared:
-        lines = describe_submission(submission, estimates, profile)
+        plan = submission.plan
+        lines = [
+            f"{display_path(plan.recipe)} for {profile.name}: {nodes} with {devices} each, at most {profile.time}",
+            f"batch {plan.batch}",
+            f"vllm {plan.vllm}",
+            *estimates.lines(),
+            *(f"note: {note}" for note in plan.notes),
+        ]
         print(*(f"grpo: {line}" for line in lines), sep="\n", file=sys.stderr if options.dry_run else sys.stdout)
     if options.dry_run:
         try:
@@ -125,17 +133,3 @@ def submit(options: argparse.Namespace) -> int:
         job = new_job
     print(f"grpo: follow it with grpo status {job}, or grpo logs -f {job}; stop it with grpo stop {job}")
     return 0
-
-
-def describe_submission(submission: Submission, estimates: Estimates, profile: Profile) -> list[str]:
-    """Return lines about the resources, the batch and the estimates of a run."""
-    plan, kind = submission.plan, f" {profile.gpu_kind}" if profile.gpu_kind else ""
-    devices = f"{profile.gpus}{kind} GPUs" if profile.gpus else f"{profile.cpus or 1} CPU cores"
-    nodes = f"{profile.nodes} nodes" if profile.nodes > 1 else "1 node"
-    return [
-        f"{display_path(plan.recipe)} for {profile.name}: {nodes} with {devices} each, at most {profile.time}",
-        f"batch {plan.batch}",
-        f"vllm {plan.vllm}",
-        *estimates.lines(),
-        *(f"note: {note}" for note in plan.notes),
-    ]

@@ -1,9 +1,8 @@
 """The command `grpo completion`: print a completion script for bash or zsh."""
 
 import argparse
-import itertools
 
-from grpo_recipes.cli import Command, command, commands, load_command, option
+from grpo_recipes.cli import command, commands, load_command, option
 from grpo_recipes.launch.submission import PROFILES
 from grpo_recipes.paths import find_code_root
 from grpo_recipes.recipe.document import UNSET
@@ -62,6 +61,12 @@ def completion(options: argparse.Namespace) -> int:
     recipes = [name for name, item in loaded.items() if item.takes_recipe]
     all_options = [names_and_settings for item in loaded.values() for names_and_settings in item.all_options()]
     switches = {name for names, settings in all_options if settings.get("action") == "store_true" for name in names}
+    choices: dict[str, tuple[str, ...]] = {}  # flag -> choices, of options first and then of recipe keys
+    for names, settings in all_options:
+        choices |= {name: tuple(settings["choices"]) for name in names if name[0] == "-" and "choices" in settings}
+    for name, entry in catalogue().items():
+        if values := _TRUTH if entry["type"] == "bool" else entry.get("choices"):
+            choices.setdefault(f"--{name}", tuple(map(str, values)))
     bare = {"|".join(recipes): "files=yaml", "keys": "words=$keys", "completion": f"words='{' '.join(_SETUP)}'"}
     bare["status|logs|watch|stop|report|chat"] = 'words="last $(_grpo_runs)"'
     print(
@@ -72,7 +77,7 @@ def completion(options: argparse.Namespace) -> int:
             commands=" ".join(loaded),
             options=_cases({name: f"words='{' '.join(item.flags())} --help'" for name, item in loaded.items()}),
             with_keys="|".join(recipes),
-            values=_cases({name: f"words='{' '.join(words)}'" for name, words in _choices(loaded).items()}),
+            values=_cases({name: f"words='{' '.join(words)}'" for name, words in choices.items()}),
             run_root=run_root({}),
             profiles=" ".join(sorted(path.stem for path in (find_code_root() / PROFILES).glob("*.yaml"))),
             switches="|".join(sorted(switches)),
@@ -81,17 +86,6 @@ def completion(options: argparse.Namespace) -> int:
         end="",
     )
     return 0
-
-
-def _choices(commands: dict[str, Command]) -> dict[str, tuple[str, ...]]:
-    """Return a mapping from flag to choices, for options and recipe keys that have choices; options come first."""
-    choices: dict[str, tuple[str, ...]] = {}
-    for names, settings in itertools.chain(*(item.all_options() for item in commands.values())):
-        choices |= {name: tuple(settings["choices"]) for name in names if name[0] == "-" and "choices" in settings}
-    for name, entry in catalogue().items():
-        if values := _TRUTH if entry["type"] == "bool" else entry.get("choices"):
-            choices.setdefault(f"--{name}", tuple(map(str, values)))
-    return choices
 
 
 def _cases(words: dict[str, str]) -> str:

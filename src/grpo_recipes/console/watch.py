@@ -19,7 +19,6 @@ from grpo_recipes.cli.follow import (
     GROUP_HELP,
     find_jobs,
     find_target,
-    group_jobs,
     group_lines,
     is_silent,
     target_state,
@@ -169,7 +168,7 @@ def watch(options: argparse.Namespace) -> int:
             return state, over
 
         if isinstance(run, RunGroup):
-            _redraw_until_over(lambda width: group_lines(run, group_jobs(slurm.answer())), read_state, lambda: [])
+            _redraw_until_over(lambda width: group_lines(run, slurm.answer()), read_state, lambda: [])
         else:
             picture, steps = Picture(run.folder), Progress(run.folder)
             _redraw_until_over(

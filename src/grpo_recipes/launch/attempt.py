@@ -7,7 +7,6 @@ and requeues its Slurm job. Each launch or requeue of a run is one attempt; all 
 import contextlib
 import itertools
 import os
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -84,11 +83,6 @@ class Attempt:
         self.serve_command = write_access_files(self.recipe, self.plan, self.names)
         if self.serve_command:
             say(f"the server's URL changes; start your environments again with: {self.serve_command}")
-
-    def renew_token(self) -> None:
-        """Write a new random token for the next server to the token file of every node."""
-        self.scratch.write_token(token := secrets.token_hex(16))
-        self.workers.send("token", token=token)
 
 
 def prepare_attempt(
@@ -280,7 +274,8 @@ def finish_attempt(
         launch_seconds=round(seconds, 3),
     )  # fmt: skip
     if not outcome.job:  # a job is requeued first: a slow report could cost it its place in the queue
-        _run_end_hooks(attempt)
+        for line in attempt.hooks.on_end(folder):
+            say(line)
     if ending.log is not None and outcome.code != EXIT_STOPPED:
         print_line(f"--- last lines of {display_path(ending.log)}\n{read_last_lines(ending.log)}\n---", error=True)
     _print_results(attempt, summary["benchmarks"], is_over=not outcome.job)
@@ -296,7 +291,8 @@ def finish_attempt(
             rundir.finish_summary(folder, status=outcome.final_status)
             command = format_resume_command(folder, cause)
             say(f"not requeued: {refusal}{f'; continue with: {command}' if command else ''}")
-        _run_end_hooks(attempt)
+        for line in attempt.hooks.on_end(folder):
+            say(line)
     return outcome
 
 
@@ -340,12 +336,6 @@ def format_resume_command(folder: Path, cause: str) -> str:
     if "NotFinite" in cause or not find_newest_complete(folder / "checkpoints"):
         return ""
     return f"grpo launch --resume {shell_path(folder)}"
-
-
-def _run_end_hooks(attempt: Attempt) -> None:
-    """Call ``on_end`` of the hooks, for example to write a report, and print the lines that they return."""
-    for line in attempt.hooks.on_end(attempt.run.folder):
-        say(line)
 
 
 def _print_results(attempt: Attempt, benchmarks: Mapping[str, Any], is_over: bool) -> None:

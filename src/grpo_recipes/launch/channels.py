@@ -13,7 +13,6 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from grpo_recipes.errors import config_error, translate_errors
 from grpo_recipes.paths import module_command
@@ -25,36 +24,11 @@ END_SECONDS = 30.0  # for the workers to end everything on their nodes
 OnLine = Callable[[str], None]
 
 
-class Channel(Protocol):
-    """The connection between the launcher and the workers of all nodes."""
-
-    silent_fix: str  # fix if a node does not answer
-    lost_fix: str  # fix if the channel itself ends
-
-    def start(self, environment: Mapping[str, str], folder: Path, on_line: OnLine) -> None:
-        """Start the workers, or wait for them; then ``on_line`` gets each line that a worker prints.
-
-        ``folder`` is on the file system that all nodes share. Raise ConfigError if the workers can't be started.
-        """
-
-    def alive(self) -> bool:
-        """Return whether every worker is still connected."""
-
-    def ending(self) -> str:
-        """Return a sentence for the user about how the channel ended."""
-
-    def send(self, line: str) -> None:
-        """Send a line to every worker. A lost channel is ignored here; ``alive`` detects it."""
-
-    def close(self) -> None:
-        """End the workers and wait for them; safe to call twice."""
-
-
 class SrunChannel:
     """One srun over the ``count`` nodes of a Slurm job; its standard input and output carry the lines."""
 
-    silent_fix = "check that node, or exclude it with sbatch --exclude"
-    lost_fix = "read the error of srun above, in the job's error log"
+    silent_fix = "check that node, or exclude it with sbatch --exclude"  # fix if a node does not answer
+    lost_fix = "read the error of srun above, in the job's error log"  # fix if the channel itself ends
 
     def __init__(self, count: int) -> None:
         """Store the number of nodes; start nothing yet."""

@@ -27,9 +27,9 @@ import psutil
 
 from grpo_recipes.errors import EXIT_CONFIG_ERROR, ConfigError, Problem, config_error
 from grpo_recipes.launch.addresses import choose_addresses, make_network_error
-from grpo_recipes.launch.channels import Channel, SrunChannel
+from grpo_recipes.launch.channels import SrunChannel
 from grpo_recipes.launch.processes import Child, Ending, StartedProcess, State, find_rank_pids, read_rank_records
-from grpo_recipes.launch.rendezvous import ADDRESS_VARIABLE, RANK_VARIABLE, Meeting, connect_to_node_0
+from grpo_recipes.launch.rendezvous import ADDRESS_VARIABLE, RANK_VARIABLE, Meeting, MeetingChannel, connect_to_node_0
 from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.commands import base_environment, run_environment
 from grpo_recipes.plan.devices import Node, Resources, environment_device, find_visible_gpus
@@ -60,12 +60,12 @@ Report = dict[str, Any]
 class NodeWorkers:
     """The workers of the ``count`` nodes of a run, and their reports; on a single node nothing is started."""
 
-    def __init__(self, count: int, channel: Channel | None = None) -> None:
+    def __init__(self, count: int, channel: SrunChannel | MeetingChannel | None = None) -> None:
         self.count = count
         self.reports: dict[tuple[str, int, str], Report] = {}  # by kind, node, and name of a process (or "")
         self.starts = itertools.count(1)  # numbers that make the starts of a process distinguishable
         self._writing = threading.Lock()
-        self._channel: Channel = SrunChannel(count) if channel is None else channel
+        self._channel = SrunChannel(count) if channel is None else channel
         self._pieces: dict[str, str] = {}  # beginnings of incomplete reports, by node
 
     def start(self, environment: Mapping[str, str], folder: Path = Path()) -> None:
@@ -285,7 +285,12 @@ class NodeWorker:
             while self._signals:
                 self._report("signal", signum=self._signals.pop(0))
             if not select.select([self._orders], [], [], _TICK_SECONDS)[0]:
-                self._report_changes()
+                reap()
+                for name, child in self._children.items():
+                    state = asdict(child.state())
+                    if self._reported.get(name) != state:
+                        self._reported[name] = state
+                        self._report("process", name=name, state=state)
                 continue
             received = os.read(self._orders, 1 << 16)
             if not received:
@@ -416,15 +421,6 @@ class NodeWorker:
         for server in servers:  # engines and workers before the command that started them
             pids += [process.pid for process in reversed(descendants(server.guard_pid))]
         self._report("stacks", stopped=request_stacks(pids))
-
-    def _report_changes(self) -> None:
-        """Report the state of each process, with its ranks, that has changed since its last report."""
-        reap()
-        for name, child in self._children.items():
-            state = asdict(child.state())
-            if self._reported.get(name) != state:
-                self._reported[name] = state
-                self._report("process", name=name, state=state)
 
     def _report(self, kind: str, **facts: Any) -> None:
         """Send a report to the launcher as JSON, in lines of at most 800 characters of it."""

@@ -87,10 +87,6 @@ class State:
     lost: Ending | None = None  # the end of the process that failed first, not of processes that it took along
     ranks: Sequence[Rank] = ()
 
-    def has_failed_rank(self) -> bool:
-        """Return whether a rank is gone, or has recorded an error."""
-        return any(rank.gone or rank.record.get("exit") not in (None, 0, EXIT_STOPPED) for rank in self.ranks)
-
     @classmethod
     def of_json(cls, plain: Mapping[str, Any]) -> State:
         """Return the state from the mapping that ``dataclasses.asdict`` made of it."""
@@ -146,11 +142,30 @@ class Child(StartedProcess):
         return self._popen.poll() is None
 
     def state(self) -> State:
-        """Return whether the guard runs, the command's pid and exit code, and for trainers the ranks of this node."""
+        """Return whether the guard runs, the command's pid and exit code, and for trainers the ranks of this node.
+
+        For a rank that is gone without an exit code in its record, wait at most ``_PRINTED_SECONDS`` until its parent
+        prints the code. If the parent was killed, do not wait.
+        """
         alive, lost = self.alive(), self._find_lost()
-        ranks = self._read_ranks() if self.process.trains else ()  # after ``lost``: a rank records its end first
-        record = rundir.read_json(self._record)
-        return State(alive, record.get("pid"), record.get("exit"), lost, ranks)
+        # Read the ranks after ``lost``: a rank records its end first.
+        records = read_rank_records(self._run_dir, self.process.node) if self.process.trains else []
+        gone = {record["pid"] for record in records if "exit" not in record and not tree.is_alive(record["pid"])}
+        ended = gone or any(record.get("exit") == EXIT_STOPPED for record in records)
+        command = rundir.read_json(self._record).get("pid")
+        single = {command} & {record["pid"] for record in records}  # one rank runs in accelerate's process
+        orphaned = bool(ended) and not single and (self._wait_for_exit_code(0.3) or 0) < 0
+        deadline = time.monotonic() + _PRINTED_SECONDS  # for all ranks together
+        for pid in gone & single - self._rank_codes.keys():
+            self._rank_codes[pid] = self._wait_for_exit_code(2)
+        for pid in gone - self._rank_codes.keys():
+            self._rank_codes[pid] = None if orphaned else self._find_printed_code(pid, deadline)
+        ranks = [
+            Rank(record, str(self.log), record["pid"] in gone, self._rank_codes.get(record["pid"]), orphaned)
+            for record in records
+        ]
+        guard_record = rundir.read_json(self._record)
+        return State(alive, guard_record.get("pid"), guard_record.get("exit"), lost, ranks)
 
     def end(self) -> None:
         """End the command and all descendants by SIGTERM, after 3 s by SIGKILL; after 15 s more, kill the guard."""
@@ -198,28 +213,6 @@ class Child(StartedProcess):
             return None
         record = rundir.read_json(self._record)
         return ending_from_exit(f"{label} (pid {record.get('pid')})", record.get("exit"))
-
-    def _read_ranks(self) -> list[Rank]:
-        """Return a ``Rank`` for the record of each rank on this node.
-
-        For a rank that is gone without an exit code in its record, wait at most ``_PRINTED_SECONDS`` until its parent
-        prints the code. If the parent was killed, do not wait.
-        """
-        records = read_rank_records(self._run_dir, self.process.node)
-        gone = {record["pid"] for record in records if "exit" not in record and not tree.is_alive(record["pid"])}
-        ended = gone or any(record.get("exit") == EXIT_STOPPED for record in records)
-        command = rundir.read_json(self._record).get("pid")
-        single = {command} & {record["pid"] for record in records}  # one rank runs in accelerate's process
-        orphaned = bool(ended) and not single and (self._wait_for_exit_code(0.3) or 0) < 0
-        deadline = time.monotonic() + _PRINTED_SECONDS  # for all ranks together
-        for pid in gone & single - self._rank_codes.keys():
-            self._rank_codes[pid] = self._wait_for_exit_code(2)
-        for pid in gone - self._rank_codes.keys():
-            self._rank_codes[pid] = None if orphaned else self._find_printed_code(pid, deadline)
-        return [
-            Rank(record, str(self.log), record["pid"] in gone, self._rank_codes.get(record["pid"]), orphaned)
-            for record in records
-        ]
 
     def _find_printed_code(self, pid: int, deadline: float) -> int | None:
         """Return the exit code of a rank that its parent prints to the log, or None if it prints none in time.
@@ -274,8 +267,13 @@ class Group:
         states: list[State] = []
 
         def is_consistent() -> bool:
+            """Read the states, and return whether none or all of the members have a rank that is gone or has failed."""
             states[:] = [member.state() for member in self.members]
-            return sum(state.has_failed_rank() for state in states) in (0, len(states))
+            failed = [
+                any(rank.gone or rank.record.get("exit") not in (None, 0, EXIT_STOPPED) for rank in state.ranks)
+                for state in states
+            ]
+            return sum(failed) in (0, len(states))
 
         # When a rank dies, the ranks of other nodes fail at once, and their reports may arrive first.
         wait_until(is_consistent, _NEWS_SECONDS)

@@ -96,7 +96,13 @@ class MeetingChannel:
         used.
         """
         meeting = self._meeting
-        with _open_listener(meeting) as listener, _key_file(folder) as (file, key):
+        problem, fix = f"cannot listen at {meeting.endpoint}", "choose another --master-port on every node"
+        with translate_errors(
+            OSError,
+            lambda error: config_error("--master-port", f"{problem} ({os.strerror(error.errno or 0)})", fix),
+        ):
+            listener = socket.create_server((meeting.address, meeting.port), backlog=64)
+        with listener, _key_file(folder) as (file, key):
             self._worker = subprocess.Popen(
                 module_command(WORKER_MODULE), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                 start_new_session=True,
@@ -351,16 +357,6 @@ def _key_file(folder: Path) -> Iterator[tuple[Path, bytes]]:
         yield file, key
     finally:
         file.unlink(missing_ok=True)
-
-
-def _open_listener(meeting: Meeting) -> socket.socket:
-    """Listen at the master address and return the socket; raise ConfigError if the address can't be used."""
-    problem, fix = f"cannot listen at {meeting.endpoint}", "choose another --master-port on every node"
-    with translate_errors(
-        OSError,
-        lambda error: config_error("--master-port", f"{problem} ({os.strerror(error.errno or 0)})", fix),
-    ):
-        return socket.create_server((meeting.address, meeting.port), backlog=64)
 
 
 def _compute_proof(key: bytes, sender: str, nonce: str, text: str) -> str:

@@ -5,6 +5,7 @@
 """
 
 import os
+import secrets
 import shutil
 import signal
 import tempfile
@@ -81,12 +82,19 @@ _PORT_SECONDS = 5.0  # a server's port is free within this time after the end of
 def launch(options: resolve.Options, resources: Resources | None = None) -> int:
     """Run a recipe and return its exit code: 0, 75 (stopped and saved), the code of the first failed rank, or 128+n.
 
-    The recipes in ``options.then`` follow in order if the code is 0. ``resources`` are by default the resources of this
-    machine. With ``options.dry_run``, only print the plans. Raise ConfigError before anything starts if a recipe, a
-    flag or the environment is wrong.
+    The recipes in ``options.then`` follow in order as long as the code is 0. ``resources`` are by default the resources
+    of this machine. With ``options.dry_run``, only print the plans, and return the first code. Raise ConfigError before
+    anything starts if a recipe, a flag or the environment is wrong.
     """
     resources = resources or find_resources(os.environ)
-    return stages.run_stages(options, resources, _launch_one)
+    later_stages = stages.list_later_stages(options, resources)
+    code, run = _launch_one(options, resources)
+    while code == 0 and run is not None and (stage := stages.next_stage(run, options)):
+        options = stage
+        code, run = _launch_one(options, resources)
+    for stage in later_stages if options.dry_run else ():
+        _launch_one(stage, resources)
+    return code
 
 
 def _launch_one(options: resolve.Options, resources: Resources) -> tuple[int, rundir.Run | None]:
@@ -118,7 +126,7 @@ def _launch_one(options: resolve.Options, resources: Resources) -> tuple[int, ru
             workers.close(stopped.ending())
             return end_without_run(stopped.ending(), stop.wants_requeue, resources.job), None
         ending = supervise(attempt, stop)
-        if ending.code == 0 and (stop.received or stop.requested) and stages.has_later_recipe(attempt.run):
+        if ending.code == 0 and (stop.received or stop.requested) and attempt.run.identity.get("then"):
             ending = Ending(EXIT_STOPPED, "stopped on request before the next recipe")
         outcome = finish_attempt(attempt, ending, stop.wants_requeue, resources.job, options.benchmark)
         os.close(attempt.lock)  # the run is over, also while the next recipe runs
@@ -172,7 +180,8 @@ def _prepare_launch(
     if run is None:
         facts = {**resources.facts(), **stages.describe_later_recipes(options, resources.device)}
         run, names = resolve.create_run(recipe, facts, names)
-        stages.record_next_run(options, run)
+        if options.previous is not None:
+            rundir.write_json(Path(options.previous) / stages.NEXT_RUN, {"run": str(run.folder)})
         lock = rundir.lock_run(run)
         OUTPUT.start_log(run.folder)
     plan = with_processes(plan, recipe, resources, os.environ, names, sources)
@@ -224,23 +233,15 @@ def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
         stop.ignore()
         OUTPUT.show_live("")
         attempt.trace.enter("end processes")
-        ending = _replace_effect_of_sigterm(ending, stop)
+        if signal.SIGTERM in stop.received and ending.code not in (0, EXIT_STOPPED):
+            # Slurm sends SIGTERM to every process of the job, so the failure is only its effect.
+            ending = Ending(128 + signal.SIGTERM, "stopped by SIGTERM")
         attempt.workers.close(ending)  # first, because ``end_descendants`` would kill srun
         end_descendants()
         shutil.rmtree(attempt.run.folder / rundir.SYNC_FOLDER, ignore_errors=True)
         attempt.scratch.remove()
         remove_access_files(attempt.run.folder)
         attempt.trace.leave_all()
-    return ending
-
-
-def _replace_effect_of_sigterm(ending: Ending, stop: StopSignals) -> Ending:
-    """Replace the ending of a failure after SIGTERM by ``stopped by SIGTERM``; return any other ending unchanged.
-
-    Slurm sends SIGTERM to every process of the job, so the failure is only its effect.
-    """
-    if signal.SIGTERM in stop.received and ending.code not in (0, EXIT_STOPPED):
-        return Ending(128 + signal.SIGTERM, "stopped by SIGTERM")
     return ending
 
 
@@ -292,7 +293,14 @@ class Supervisor:
             if ending.lost is None:
                 rundir.write_last_json(self._folder / rundir.SERVER_STATE, {"epoch": self._epoch, "state": "gone"})
                 return ending
-            restarting = self._groups_to_restart(ending.lost)
+            lost, with_trainers = ending.lost, ending.lost.on_loss == "restart with trainers"
+            # A companion (``with_trainers``) remembers later state than the checkpoint from which trainers restart.
+            restarting = [
+                group
+                for group in self._list_running()
+                if group.process.role == lost.role
+                or (with_trainers and (group.process.trains or group.process.with_trainers))
+            ]
             if not ending.renews:
                 self._record_restart(ending, restarting)
             for group in reversed(restarting):  # in the reverse order of the start
@@ -322,20 +330,6 @@ class Supervisor:
             return ending
 
         return processes.wait_for_ending(running, tick, self._stopping)
-
-    def _groups_to_restart(self, lost: Process) -> list[Group]:
-        """Return the running groups that are restarted for a lost process, in the order of the plan.
-
-        These are the group of its role and, for ``restart with trainers``, also the trainers and their companions
-        (``with_trainers``): processes that remember later state than the checkpoint from which trainers restart.
-        """
-        with_trainers = lost.on_loss == "restart with trainers"
-        running = ((group, group.process) for group in self._list_running())
-        return [
-            group
-            for group, process in running
-            if process.role == lost.role or (with_trainers and (process.trains or process.with_trainers))
-        ]
 
     def _record_restart(self, ending: Ending, restarting: Sequence[Group]) -> None:
         """Print which groups restart because of an ending, and count the restart in the summary."""
@@ -382,8 +376,12 @@ class Supervisor:
             self._attempt.trace.enter(f"start {self._planned[role][0].track}")
             group = self._start_role(role)
             if group.process.ready != "started":
-                for other_role in self._list_roles_to_start_early(role):
-                    self._groups[other_role] = self._start_role(other_role)
+                # Roles that wait for this one themselves may start before it is ready.
+                missing = [(name, members[0]) for name, members in self._planned.items() if self._is_missing(name)]
+                ready = set(self._groups)
+                for name, process in missing:
+                    if role in process.beside and {*process.after} - {role} <= ready:
+                        self._groups[name] = self._start_role(name)
                 if ending := self._wait_until_ready(group):
                     return ending
             self._groups[role] = group
@@ -404,7 +402,9 @@ class Supervisor:
         attempt = self._attempt
         if self._planned[role][0].ready == "serving":
             self._leave_taken_port()
-            attempt.renew_token()  # a client may have sent the old token to a foreign listener
+            token = secrets.token_hex(16)  # a client may have sent the old token to a foreign listener
+            attempt.scratch.write_token(token)
+            attempt.workers.send("token", token=token)
             self._write_server_state("starting")
         members = [self._with_newest_model(process) for process in self._planned[role]]
         attempt.trace.enter("run" if members[0].ready == "started" else "start", members[0].track)
@@ -439,15 +439,6 @@ class Supervisor:
             role = group.process.role
             if not group.process.trains and self._planned[role] != planned[role]:
                 self._end_group(group)
-
-    def _list_roles_to_start_early(self, role: str) -> list[str]:
-        """Return the roles that may start before ``role`` is ready, because they wait for it themselves."""
-        missing = ((name, members[0]) for name, members in self._planned.items() if self._is_missing(name))
-        return [
-            name
-            for name, process in missing
-            if role in process.beside and {*process.after} - {role} <= self._groups.keys()
-        ]
 
     def _with_newest_model(self, process: Process) -> Process:
         """If a process restarts with new models, return it with the trainer's newest saved model as ``--model``.

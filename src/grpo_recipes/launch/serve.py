@@ -52,7 +52,10 @@ def serving(recipe: Recipe, model: str, environment: Mapping[str, str]) -> Itera
     when this process dies. Ctrl-C does not reach it. Raise ServerFailed with the end of its log if it dies, or if it is
     not ready after ``vllm_server_timeout`` seconds, and ConfigError if it needs more GPUs than are visible.
     """
-    name, port = f"chat-{secrets.token_hex(4)}", _find_free_port()
+    name = f"chat-{secrets.token_hex(4)}"
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port = int(probe.getsockname()[1])  # free now, but not reserved
     scratch = make_scratch(environment)
     log = scratch.disk / "server.log"
     try:
@@ -100,10 +103,3 @@ def _start_server(
             argv, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
             preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGTERM), pass_fds=scratch.locks,
         )  # fmt: skip
-
-
-def _find_free_port() -> int:
-    """Return a port that is free on the loopback now; it is not reserved."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])

@@ -5,9 +5,8 @@ resume of any of these runs, also by a requeued Slurm job, continues with the re
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
@@ -20,29 +19,10 @@ from grpo_recipes.process.reports import say
 from grpo_recipes.recipe.check import choose_recipe, resolve_recipe
 from grpo_recipes.recipe.document import Value, read_flags
 from grpo_recipes.recipe.tasks import GRPO
-from grpo_recipes.runs.rundir import Run, read_json, write_json
+from grpo_recipes.runs.rundir import Run, read_json
 
 NEXT_RUN = "next_run.json"  # in a run directory: the run of the next recipe
 MODEL = "model_name_or_path"
-
-
-def run_stages(
-    options: Options, resources: Resources, launch_one: Callable[[Options, Resources], tuple[int, Run | None]]
-) -> int:
-    """Launch a recipe, and then the recipes that follow it as long as the exit code is 0; return the last exit code.
-
-    ``launch_one`` launches one recipe, and returns its exit code and its run. With ``options.dry_run``, it is
-    called for every recipe, and the result is the first code. Raise ConfigError before the first launch if a later
-    recipe is wrong.
-    """
-    later_stages = list_later_stages(options, resources)
-    code, run = launch_one(options, resources)
-    while code == 0 and run is not None and (stage := next_stage(run, options)):
-        options = stage
-        code, run = launch_one(options, resources)
-    for stage in later_stages if options.dry_run else ():
-        launch_one(stage, resources)
-    return code
 
 
 def list_later_stages(options: Options, resources: Resources) -> list[Options]:
@@ -82,23 +62,12 @@ def describe_later_recipes(options: Options, device: str) -> dict[str, Any]:
     return {"then": [str(path) for path in paths], "then_flags": list(options.flags)}
 
 
-def has_later_recipe(run: Run) -> bool:
-    """Return whether another recipe follows this run."""
-    return bool(run.identity.get("then"))
-
-
-def record_next_run(options: Options, run: Run) -> None:
-    """Write the path of a new run into the directory of the run before it, if there is one."""
-    if options.previous is not None:
-        write_json(Path(options.previous) / NEXT_RUN, {"run": str(run.folder)})
-
-
 def next_stage(run: Run, options: Options) -> Options | None:
     """Return the options that start or resume the recipe after a completed run; None if no recipe follows.
 
     ``options`` are the options of ``run``. Raise ConfigError if the run has no model.
     """
-    if not has_later_recipe(run):
+    if not run.identity.get("then"):
         return None
     recipe, *later = run.identity["then"]
     stage = replace(options, recipe=None, resume=None, then=(), keys={}, previous=None, update_rewards=False)

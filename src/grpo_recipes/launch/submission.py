@@ -72,14 +72,6 @@ class Submission:
             profile, name, command, frozen_environment(self.names.run_dir, self.environment), Path.cwd()
         )
 
-    def starting_from(self, run_dir: Path) -> "Submission":
-        """Return the submission of a run that starts from the model of an earlier run, which need not exist yet."""
-        recipe, sources = self.recipe, self.sources
-        for key, value in start_from(str(run_dir.absolute() / "model"), "main").items():
-            recipe = recipe.with_value(key, value)
-        others = [asset for asset in sources.present if asset is not sources.model]
-        return replace(self, recipe=recipe, sources=Assets(others, sources.missing))
-
 
 def read_site_profile(name: str, environment: Mapping[str, str]) -> Profile:
     """Read a Slurm profile by its path or by its name.
@@ -135,7 +127,13 @@ def prepare_submissions(
         if submission.names.run_dir in [earlier.names.run_dir for earlier, _ in prepared]:
             problem = f"{display_path(submission.names.run_dir)} would be the directory of two runs"
             raise config_error("run_name", problem, f"set another run_name in {name}")
-        prepared.append((submission.starting_from(run_dir), estimates))
+        # The run starts from the model of the run before it, which does not exist yet.
+        recipe, sources = submission.recipe, submission.sources
+        for key, value in start_from(str(run_dir.absolute() / "model"), "main").items():
+            recipe = recipe.with_value(key, value)
+        others = [asset for asset in sources.present if asset is not sources.model]
+        submission = replace(submission, recipe=recipe, sources=Assets(others, sources.missing))
+        prepared.append((submission, estimates))
     return prepared
 
 

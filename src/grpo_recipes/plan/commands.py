@@ -174,17 +174,6 @@ def _network_variables(plan: Plan, resources: Resources, environment: Mapping[st
     return variables
 
 
-def _sync_variables(recipe: Recipe, plan: Plan, names: Names) -> dict[str, str]:
-    """Return GRPO_SYNC_DIR in the run directory if the server can't read weight files in this node's shared memory.
-
-    Otherwise, return no variable, so that the trainers write weights to their scratch folder.
-    """
-    is_remote = plan.bridge in ("file", "lora", "restart") and (plan.server_apart or plan.server_nodes > 1)
-    if plan.mode == EXTERNAL:
-        is_remote = urlsplit(recipe.server.base_url).hostname not in ("localhost", "127.0.0.1")
-    return {"GRPO_SYNC_DIR": str(names.run_dir / SYNC_FOLDER)} if is_remote else {}
-
-
 def _format_flags(values: Mapping[str, object]) -> list[str]:
     """Convert flags -> values to a list of argv words. True is a flag without a value, None and False omit the flag."""
     words = []
@@ -226,7 +215,11 @@ def with_processes(
     reward_secrets += ("OPENAI_API_KEY",) if plan.mode == EXTERNAL else ()  # the key of an external server
     # Callbacks are the user's code inside the trainer and may need any variable.
     secrets = {"server": login, "trainer": ("*",) if recipe.run.callbacks else (*reward_secrets, *tracker_secrets)}
-    sync_variables = _sync_variables(recipe, plan, names)
+    # If the server can't read this node's shared memory, weight files are in the run directory, not in scratch folders.
+    is_remote = plan.bridge in ("file", "lora", "restart") and (plan.server_apart or plan.server_nodes > 1)
+    if plan.mode == EXTERNAL:
+        is_remote = urlsplit(recipe.server.base_url).hostname not in ("localhost", "127.0.0.1")
+    sync_variables = {"GRPO_SYNC_DIR": str(names.run_dir / SYNC_FOLDER)} if is_remote else {}
     completed = []
     for process in processes:
         network = _network_variables(plan, resources, environment, process.node)
@@ -508,12 +501,6 @@ def _plan_trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], na
     for part in load_roles():
         decided |= part.trainer_flags(recipe, plan)
     argv = [*launch, *_format_flags(decided)]
-    return Process("trainer", argv, variables, placed.gpus, log, placed.node, after, _roles_started_beside(plan))
-
-
-def _roles_started_beside(plan: Plan) -> tuple[str, ...]:
-    """Return the roles that trainers need not wait for at their start: the server, unless both use one GPU.
-
-    On one GPU, the trainers wait until vLLM has measured the free memory.
-    """
-    return ("server",) if plan.mode == "server" and not plan.gpu_shared else ()
+    # Trainers need not wait for the server, unless both use one GPU: vLLM must measure the free memory first.
+    beside = after if not plan.gpu_shared else ()
+    return Process("trainer", argv, variables, placed.gpus, log, placed.node, after, beside)

@@ -237,7 +237,7 @@ def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[s
     node or no server, or if the server needs more nodes.
     """
     node_gpus = [node.gpus for node in resources.all_nodes()]
-    separate_node, count = recipe.server.node == "own", count_server_nodes(recipe, mode)
+    separate_node, count = recipe.server.node == "own", recipe.server.nodes if mode == "server" else 1
     if count > len(node_gpus):
         replicas, local = f"{recipe.server.replicas} replicas", recipe.server.data_parallel_size_local
         problem = f"{_LOCAL} {local} needs {count} nodes for {replicas}, but the run has {len(node_gpus)}"
@@ -260,11 +260,6 @@ def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[s
         raise _make_server_size_error(recipe, problem if later_nodes else no_trainer, most)
     training = [() if separate_node else gpus[0 if shared else serving :] for gpus in first_nodes]
     return tuple(gpu for gpus in first_nodes for gpu in gpus[:serving]), [*training, *later_nodes]
-
-
-def count_server_nodes(recipe: Recipe, mode: str) -> int:
-    """Return the number of nodes with replicas of the server; 1 without a server."""
-    return recipe.server.nodes if mode == "server" else 1
 
 
 def _make_server_size_error(recipe: Recipe, problem: str, most: int) -> ConfigError:

@@ -90,7 +90,7 @@ def _lay_out(recipe: Recipe, resources: Resources, environment: Mapping[str, str
     batch = devices.derive_batch(recipe, devices.count_trainers(recipe, resources, training_gpus))
     placement = devices.place_trainers(recipe, resources, mode, training_gpus, batch.world_size)
     server_apart = mode == "server" and placement[0].node != 0
-    server_nodes = devices.count_server_nodes(recipe, mode)
+    server_nodes = recipe.server.nodes if mode == "server" else 1
     spans_nodes = server_apart or server_nodes > 1 or (mode == "colocate" and len(placement) > 1)
     accelerator = accelerator_of(recipe, batch.world_size, environment)
     check_unused_weights(recipe, environment, accelerator, batch.world_size)
@@ -367,16 +367,15 @@ def format_gpu_map(plan: Plan) -> list[str]:
     lines = []
     for node, use_of_gpu in sorted(uses.items()):
         on_node = f"node {node}: " if len(plan.nodes) > 1 else ""
-        groups = itertools.groupby(use_of_gpu, use_of_gpu.__getitem__)
-        lines.append(f"gpus       {on_node}{', '.join(f'{_gpu_range([*gpus])} {role}' for role, gpus in groups)}")
+        uses_on_node = []
+        for role, group in itertools.groupby(use_of_gpu, use_of_gpu.__getitem__):
+            gpus = [*group]
+            listed = " ".join(gpus)
+            if len(gpus) > 2 and all(gpu.isdecimal() for gpu in gpus) and int(gpus[-1]) - int(gpus[0]) == len(gpus) - 1:
+                listed = f"{gpus[0]}-{gpus[-1]}"  # consecutive indices
+            uses_on_node.append(f"{listed} {role}")
+        lines.append(f"gpus       {on_node}{', '.join(uses_on_node)}")
     return lines
-
-
-def _gpu_range(gpus: list[str]) -> str:
-    """Format GPU ids: ``1-7`` for more than two consecutive indices, otherwise the ids separated by spaces."""
-    if len(gpus) > 2 and all(gpu.isdecimal() for gpu in gpus) and int(gpus[-1]) - int(gpus[0]) == len(gpus) - 1:
-        return f"{gpus[0]}-{gpus[-1]}"
-    return " ".join(gpus)
 
 
 def format_plan(

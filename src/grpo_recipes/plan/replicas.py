@@ -109,13 +109,8 @@ def _list_other_plans(
     for count in range(2, most + 1):
         candidate = with_replicas(recipe, count)
         with contextlib.suppress(ConfigError):
-            other = make_plan(candidate)
-            if other.batch.completions == plan.batch.completions and _fits(candidate, other, resources.gpu_gib):
+            other, fits = make_plan(candidate), True  # True also if the memory can't be estimated
+            with contextlib.suppress(UnknownShape):
+                fits = estimate_memory(candidate, other, resources.gpu_gib)["trainer"].fits
+            if other.batch.completions == plan.batch.completions and fits:
                 yield other
-
-
-def _fits(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> bool:
-    """Return whether a trainer fits into a GPU with this memory in GiB; True if that can't be estimated."""
-    with contextlib.suppress(UnknownShape):
-        return estimate_memory(recipe, plan, gpu_gib)["trainer"].fits
-    return True

@@ -307,13 +307,14 @@ class Workload(dict[str, Any]):
         if on_cpu and self["bridge"] in ("file", "restart"):
             moments.append(pass_parts | {"weights in transit": self.element * parameters})
         moments += [{"weights in transit": self.packed_buffers}, {"vLLM awake": awake}]
-        peak = max((self._with_gaps(constant | moment) for moment in moments), key=lambda parts: sum(parts.values()))
+        peak: Parts = {}
+        for moment in moments:
+            parts = constant | moment
+            if not on_cpu:  # memory that the allocator reserves between blocks
+                allocated = sum(size for name, size in parts.items() if name not in ("libraries", "vLLM awake"))
+                parts["allocator gaps"] = int(_GAPS * allocated)
+            peak = max(peak, parts, key=lambda parts: sum(parts.values()))
         return {name: size for name, size in peak.items() if size}
-
-    def _with_gaps(self, parts: Parts) -> Parts:
-        """Return the parts with ``allocator gaps`` added, the reserved memory between blocks; unchanged on CPU."""
-        allocated = sum(size for name, size in parts.items() if name not in ("libraries", "vLLM awake"))
-        return parts if self["device"] == "cpu" else parts | {"allocator gaps": int(_GAPS * allocated)}
 
     def server(self) -> Parts:
         """Return the memory of the vLLM server at its peak: of all its processes on CPU, or of one of its GPUs.
