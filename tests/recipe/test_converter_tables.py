@@ -32,7 +32,7 @@ settings:
 
 def doubled(setting: Setting, settings: Settings) -> None:
     """Convert a value with the help of another setting. The table lists this function."""
-    setting.write({"max_steps": setting.number * settings.values.get("data.seed", 2)})
+    setting.write({"max_steps": int(setting.value) * settings.values.get("data.seed", 2)})
 
 
 @pytest.fixture

@@ -123,7 +123,10 @@ def read_head(path: Path, split: str = "train", rows: int = _FEW) -> Head | None
     if BUILDERS[path.suffix] == "json":
         return _json_head(path, rows)
     if BUILDERS[path.suffix] == "csv":
-        return _csv_head(path, rows)
+        head, names = list[dict[str, Any]](), csv_columns(path)
+        for row in csv_rows(path, _CSV_HEAD):  # the first 8 MiB are searched for faults
+            head += [row] if len(head) < rows else []
+        return Head(names, head)
     return _parquet_head(path, rows)
 
 
@@ -226,14 +229,6 @@ def file_fix(fault: str) -> str:
     return "save the file as UTF-8" if "is not UTF-8 text" in fault else ""
 
 
-def _csv_head(path: Path, rows: int) -> Head:
-    """Read columns and first ``rows`` rows of a .csv or .tsv file; raise ValueError for a fault in its first 8 MiB."""
-    head, names = list[dict[str, Any]](), csv_columns(path)
-    for row in csv_rows(path, _CSV_HEAD):
-        head += [row] if len(head) < rows else []
-    return Head(names, head)
-
-
 # --- .json and .jsonl -------------------------------------------------------------------------------------------------
 
 
@@ -280,9 +275,9 @@ def _parquet_head(path: Path, rows: int) -> Head:
     features: Any = {}
     with contextlib.suppress(ValueError, LookupError, TypeError):
         features = json.loads(stored[b"huggingface"])["info"]["features"]
-    plain = _plain(names, features)
+    plain, media = _split_by_type(names, features)
     batch = next(file.iter_batches(batch_size=rows, columns=plain), None) if plain and rows else None
-    return Head(names, batch.to_pylist() if batch is not None else [], _media(features))
+    return Head(names, batch.to_pylist() if batch is not None else [], media)
 
 
 def _saved_folder(path: Path, split: str) -> Path:
@@ -304,12 +299,13 @@ def _saved_head(path: Path, split: str, rows: int) -> Head:
     names, features = list(_saved_part(folder / "dataset_info.json", "features")), {}
     with contextlib.suppress(OSError, ValueError):
         features = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))["features"]
-    plain, head = _plain(names, features), list[dict[str, Any]]()
+    plain, media = _split_by_type(names, features)
+    head: list[dict[str, Any]] = []
     for batch in _saved_batches(folder):
         if batch.num_rows:
             head = batch.slice(0, rows).select(plain).to_pylist()
             break
-    return Head(names, head, _media(features))
+    return Head(names, head, media)
 
 
 def _saved_batches(folder: Path) -> Iterator[Any]:
@@ -322,15 +318,14 @@ def _saved_batches(folder: Path) -> Iterator[Any]:
                 yield from pyarrow.ipc.open_stream(source)
 
 
-def _plain(names: Iterable[str], features: Mapping[str, Any]) -> list[str]:
-    """Return the columns that `datasets` reads as they are stored: all except media and columns of the type Json."""
-    decoded = [name for name in names if _kinds(features.get(name)) & {*_MEDIA, "Json"}]
-    return [name for name in names if name not in decoded]
+def _split_by_type(names: Iterable[str], features: Mapping[str, Any]) -> tuple[list[str], frozenset[str]]:
+    """Return the columns that `datasets` reads as they are stored, and the columns of images, audio or documents.
 
-
-def _media(features: Mapping[str, Any]) -> frozenset[str]:
-    """Return the columns of images, audio, video or documents; ``features`` are the types of columns by name."""
-    return frozenset(name for name, feature in features.items() if _kinds(feature) & _MEDIA)
+    ``features`` are the types of columns by name. Columns of the type Json are in neither result.
+    """
+    kinds = {name: _kinds(feature) for name, feature in features.items()}
+    plain = [name for name in names if not kinds.get(name, set()) & {*_MEDIA, "Json"}]
+    return plain, frozenset(name for name in kinds if kinds[name] & _MEDIA)
 
 
 def _kinds(feature: Any) -> set[str]:

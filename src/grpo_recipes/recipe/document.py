@@ -92,28 +92,22 @@ def read_document(path: Path, problems: list[Problem]) -> list[dict[str, Value]]
         if len(chain) > _MOST_BASES:
             message = f"'{BASE_KEY}' leads through more than {_MOST_BASES} recipes"
             raise config_error(base.source, message, "merge some of them into one file")
-        chain.append(_base_file(chain, base))
+        # The file is next to the recipe that names it, or else in the repository.
+        if not isinstance(base.value, str):
+            problem = f"{BASE_KEY}: expected a path, got {base.value!r}"
+            raise config_error(base.source, problem, "set it to one recipe file")
+        candidates = [folder / os.path.expanduser(base.value) for folder in (chain[-1].parent, find_code_root())]
+        # os.path.isfile also returns False for a name that is too long.
+        file = next((candidate for candidate in candidates if os.path.isfile(candidate)), None)
+        if file is None:
+            problem = f"{BASE_KEY}: recipe '{base.value}' not found next to this one or in the repository"
+            fix = "write the path without variables (~ is expanded)" if "$" in base.value else ""
+            raise config_error(base.source, problem, fix or f"set {BASE_KEY} to an existing recipe")
+        if file.resolve() in [path.resolve() for path in chain]:
+            raise config_error(base.source, f"'{base.value}' builds on this recipe", f"remove one {BASE_KEY}")
+        chain.append(file)
         layers.insert(0, read_file(chain[-1], problems))
     return layers
-
-
-def _base_file(chain: list[Path], base: Value) -> Path:
-    """Return the base file of the last recipe in ``chain``: next to that recipe, or else in the repository.
-
-    Raise ConfigError if there is no such file, or if it is already in ``chain``, the recipes read so far.
-    """
-    if not isinstance(base.value, str):
-        raise config_error(base.source, f"{BASE_KEY}: expected a path, got {base.value!r}", "set it to one recipe file")
-    candidates = [folder / os.path.expanduser(base.value) for folder in (chain[-1].parent, find_code_root())]
-    # os.path.isfile also returns False for a name that is too long.
-    file = next((candidate for candidate in candidates if os.path.isfile(candidate)), None)
-    if file is None:
-        message = f"{BASE_KEY}: recipe '{base.value}' not found next to this one or in the repository"
-        fix = "write the path without variables (~ is expanded)" if "$" in base.value else ""
-        raise config_error(base.source, message, fix or f"set {BASE_KEY} to an existing recipe")
-    if file.resolve() in [path.resolve() for path in chain]:
-        raise config_error(base.source, f"'{base.value}' builds on this recipe", f"remove one {BASE_KEY}")
-    return file
 
 
 def read_file(path: Path, problems: list[Problem]) -> dict[str, Value]:

@@ -121,7 +121,7 @@ def prompt_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[
     Yield nothing if the model's files are not on this machine, the run does not read prompts from a dataset, or a rule
     already rejects the recipe's template.
     """
-    if not _has_prompts(recipe):
+    if source_of(recipe.__getitem__) is not None:
         return
     if recipe.model.chat_template and "messages" not in recipe.model.chat_template:  # reported by a rule
         return
@@ -171,11 +171,6 @@ def _renders(render: Render, prompt: list[Message]) -> bool:
         return False
 
 
-def _has_prompts(recipe: Recipe) -> bool:
-    """Return whether a run reads its prompts from a dataset, not from a source such as an environment."""
-    return source_of(recipe.__getitem__) is None
-
-
 def _templates(recipe: Recipe, environment: Mapping[str, str]) -> tuple[str, Mapping[str, str] | None]:
     """Return the recipe key that decides the chat template, and the templates by name.
 
@@ -214,7 +209,7 @@ def prompt_notes(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[str
 
     Yield nothing without a local chat template, or if the template rejects the first prompt.
     """
-    templates = _templates(recipe, environment)[1] if _has_prompts(recipe) else None
+    templates = _templates(recipe, environment)[1] if source_of(recipe.__getitem__) is None else None
     if not templates or "default" not in templates:
         return
     kwargs = recipe.model.chat_template_kwargs or {}

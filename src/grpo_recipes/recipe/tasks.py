@@ -118,7 +118,19 @@ def with_task(recipe: Recipe, request: RequestedTask) -> tuple[Recipe, list[Prob
     recipe = replace(recipe, entry=request.entry)
     key, objective = "maxent_objective", recipe.values["maxent_objective"]
     if request.task == MAXENT and objective.value is None and key not in recipe.broken:
-        return _switch_to_maxent(recipe, request.source), []
+        # The objective fixes some keys of the loss. Values in a file are replaced, each with a note. A contradicting
+        # flag or variable stays, and ``recipe.maxent`` rejects it.
+        source, switched = request.source, SWITCHED_OBJECTIVE
+        recipe = recipe.with_value(key, Value(switched, source))
+        notes = [f"{source}: selects {key}: {switched}; the evidence recommends no objective (docs/maxent.md)"]
+        with contextlib.suppress(BrokenKey):  # the problem of a broken key is reported already
+            for name, value in OBJECTIVES[switched].fixed_keys(recipe.__getitem__).items():
+                old = recipe.values[name]
+                in_file = not (old.from_flag or old.source in environment_keys())
+                if recipe.is_set(name) and in_file and recipe[name] != value:
+                    notes.append(f"{old.source}: {name}: {value} replaces {recipe[name]}; {switched} fixes it")
+                    recipe = recipe.with_value(name, Value(value, source))
+        return replace(recipe, notes=[*recipe.notes, *notes]), []
     if request.task == GRPO and recipe.is_set(key):
         where = objective.shadowed or objective.source
         other = f"unset {where}" if where in environment_keys() else f"remove {where}" if where.startswith("--") else ""
@@ -130,25 +142,6 @@ def with_task(recipe: Recipe, request: RequestedTask) -> tuple[Recipe, list[Prob
         message, fix = f"'{key}' changes nothing in a GRPO run", f"set MAXENT=1 too, or unset {objective.source}"
         return recipe.with_value(key, Value(None, DEFAULT_SOURCE)), [Problem(objective.source, message, fix)]
     return recipe, []
-
-
-def _switch_to_maxent(recipe: Recipe, source: str) -> Recipe:
-    """Turn a recipe without an objective into a MaxEnt recipe; ``source`` is the flag or variable that requests it.
-
-    The objective fixes some keys of the loss. Values in a file are replaced, each with a note. A contradicting flag or
-    variable stays, and ``recipe.maxent`` rejects it.
-    """
-    key, objective = "maxent_objective", OBJECTIVES[SWITCHED_OBJECTIVE]
-    recipe = recipe.with_value(key, Value(SWITCHED_OBJECTIVE, source))
-    notes = [f"{source}: selects {key}: {SWITCHED_OBJECTIVE}; the evidence recommends no objective (docs/maxent.md)"]
-    with contextlib.suppress(BrokenKey):  # the problem of a broken key is reported already
-        for name, value in objective.fixed_keys(recipe.__getitem__).items():
-            old = recipe.values[name]
-            in_file = not (old.from_flag or old.source in environment_keys())
-            if recipe.is_set(name) and in_file and recipe[name] != value:
-                notes.append(f"{old.source}: {name}: {value} replaces {recipe[name]}; {SWITCHED_OBJECTIVE} fixes it")
-                recipe = recipe.with_value(name, Value(value, source))
-    return replace(recipe, notes=[*recipe.notes, *notes])
 
 
 def require_same_task(recipe: Recipe, request: RequestedTask, task: str) -> None:

@@ -3,7 +3,7 @@
 The trainer writes to them with transformers' callbacks (``trainers.trackers``).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 Environment = Mapping[str, str]
@@ -18,44 +18,32 @@ class Tracker:
     module: str
     secrets: tuple[str, ...] = ()  # variables that only the trainers get
     project: tuple[str, ...] = ()  # variables of its project: the key project sets the first, unless one is exported
-    # The address that it needs in this environment; None if it writes to local files.
-    address: Callable[[Environment], str | None] = lambda _: None
     without_network: str = ""  # the fix if the address does not answer
 
-
-def _wandb_address(environment: Environment) -> str | None:
-    """Return the URL of W&B's server, or None if WANDB_MODE or WANDB_DISABLED turns it off."""
-    disabled = environment.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes")
-    if disabled or environment.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+    def address(self, environment: Environment) -> str | None:
+        """Return the address that the tracker needs in this environment; None if it writes to local files."""
+        match self.module:
+            case "wandb":
+                disabled = environment.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes")
+                if disabled or environment.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+                    return None
+                return environment.get("WANDB_BASE_URL") or "https://api.wandb.ai"
+            case "trackio":
+                if environment.get("TRACKIO_SPACE_ID"):  # a space of the hub
+                    return environment.get("HF_ENDPOINT") or "https://huggingface.co"
+                return environment.get("TRACKIO_SERVER_URL") or None
+            case "mlflow":
+                uri = environment.get("MLFLOW_TRACKING_URI", "")
+                return uri if uri.startswith(("http:", "https:")) else None
+            case "swanlab":
+                if environment.get("SWANLAB_MODE") in ("local", "offline", "disabled"):
+                    return None
+                return environment.get("SWANLAB_API_HOST") or "https://api.swanlab.cn"
+            case "comet_ml":
+                if environment.get("COMET_START_ONLINE", "").lower() in ("0", "false"):
+                    return None
+                return environment.get("COMET_URL_OVERRIDE") or "https://www.comet.com"
         return None
-    return environment.get("WANDB_BASE_URL") or "https://api.wandb.ai"
-
-
-def _trackio_address(environment: Environment) -> str | None:
-    """Return the hub's URL if Trackio writes to a space, else TRACKIO_SERVER_URL, or None for local files."""
-    if environment.get("TRACKIO_SPACE_ID"):
-        return environment.get("HF_ENDPOINT") or "https://huggingface.co"
-    return environment.get("TRACKIO_SERVER_URL") or None
-
-
-def _mlflow_address(environment: Environment) -> str | None:
-    """Return MLFLOW_TRACKING_URI if it is an http or https URL; None for local files."""
-    address = environment.get("MLFLOW_TRACKING_URI", "")
-    return address if address.startswith(("http:", "https:")) else None
-
-
-def _swanlab_address(environment: Environment) -> str | None:
-    """Return the URL of SwanLab's server, or None if SWANLAB_MODE is local, offline or disabled."""
-    if environment.get("SWANLAB_MODE") in ("local", "offline", "disabled"):
-        return None
-    return environment.get("SWANLAB_API_HOST") or "https://api.swanlab.cn"
-
-
-def _comet_address(environment: Environment) -> str | None:
-    """Return the URL of Comet's server, or None if COMET_START_ONLINE is 0 or false."""
-    if environment.get("COMET_START_ONLINE", "").lower() in ("0", "false"):
-        return None
-    return environment.get("COMET_URL_OVERRIDE") or "https://www.comet.com"
 
 
 # Trackers whose files are next to the run directory, because they compare runs -> the folder's name.
@@ -64,25 +52,25 @@ NONE = "report_to: none"
 TRACKERS = {
     "tensorboard": Tracker("TensorBoard", "tensorboard", "tensorboard"),
     "wandb": Tracker(
-        "W&B", "wandb", "wandb", ("WANDB_API_KEY",), address=_wandb_address,
+        "W&B", "wandb", "wandb", ("WANDB_API_KEY",),
         without_network=f"export WANDB_MODE=offline and run wandb sync later, or set {NONE}",
     ),
     "trackio": Tracker(
-        "Trackio", "trackio", "trackio", ("TRACKIO_WRITE_TOKEN",), address=_trackio_address,
+        "Trackio", "trackio", "trackio", ("TRACKIO_WRITE_TOKEN",),
         without_network=f"unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL to log to files, or set {NONE}",
     ),
     "mlflow": Tracker(
         "MLflow", "mlflow", "mlflow", ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD"),
-        ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"), _mlflow_address,
+        ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"),
         f"unset MLFLOW_TRACKING_URI to log to files, or set {NONE}",
     ),
     "swanlab": Tracker(
-        "SwanLab", "swanlab<0.8", "swanlab", ("SWANLAB_API_KEY",), ("SWANLAB_PROJECT",), _swanlab_address,
+        "SwanLab", "swanlab<0.8", "swanlab", ("SWANLAB_API_KEY",), ("SWANLAB_PROJECT",),
         f"export SWANLAB_MODE=offline, or set {NONE}",
     ),
     "comet_ml": Tracker(
         "Comet", "comet-ml", "comet_ml", ("COMET_API_KEY", "COMET_EXPERIMENT_KEY"), ("COMET_PROJECT_NAME",),
-        _comet_address, f"export COMET_START_ONLINE=0, or set {NONE}",
+        f"export COMET_START_ONLINE=0, or set {NONE}",
     ),
 }  # fmt: skip
 

@@ -228,16 +228,13 @@ def find_comparison(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[s
     In such a call, an argument is a list with one value per completion.
     """
     lists = {"completions"}  # variables with one value per completion
-
-    def uses_list(node: ast.AST) -> bool:
-        """Return whether an expression uses one of ``lists`` as a whole, not only an item of it."""
-        indexed = {id(child.value) for child in ast.walk(node) if isinstance(child, ast.Subscript)}
-        variables = [child for child in ast.walk(node) if isinstance(child, ast.Name) and child.id in lists]
-        return any(id(variable) not in indexed for variable in variables)
-
     for node in sorted(ast.walk(function), key=lambda node: getattr(node, "lineno", 0)):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and uses_list(node.value):
-            lists.add(node.targets[0].id)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            parts = list(ast.walk(node.value))
+            indexed = {id(part.value) for part in parts if isinstance(part, ast.Subscript)}
+            uses = [part for part in parts if isinstance(part, ast.Name) and part.id in lists]
+            if any(id(use) not in indexed for use in uses):  # it uses a list as a whole, not only an item of it
+                lists.add(node.targets[0].id)
         callee = node.func if isinstance(node, ast.Call) else None
         name = callee.id if isinstance(callee, ast.Name) else getattr(callee, "attr", "")
         if isinstance(node, ast.Call) and name in _COMPARING_FUNCTIONS:

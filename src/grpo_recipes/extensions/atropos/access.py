@@ -9,7 +9,6 @@ only permits sampling (see ``server.middleware``). The settings are a file becau
 import os
 import secrets
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -41,24 +40,6 @@ def grant_access(recipe: Recipe, plan: Plan, names: Names) -> str | None:
         return None
     token = secrets.token_hex(16)
     _write_private(names.run_dir / ENVIRONMENT_TOKEN, token)
-    settings = names.run_dir / SETTINGS
-    _write_private(
-        settings, _HEADER + yaml.safe_dump(build_serve_settings(recipe, plan, names, token), sort_keys=False)
-    )
-    return f"python ENVIRONMENT.py serve --config {shell_path(settings)}"
-
-
-def revoke_access(run_dir: Path) -> None:
-    """Remove the token and the settings of ``grant_access`` from the run directory, if they exist."""
-    for name in (ENVIRONMENT_TOKEN, SETTINGS):
-        (run_dir / name).unlink(missing_ok=True)
-
-
-def build_serve_settings(recipe: Recipe, plan: Plan, names: Names, token: str) -> dict[str, Any]:
-    """Return the content of the settings file for ``ENVIRONMENT.py serve``: values that trainer and environment share.
-
-    ``env`` has fields of the environment's configuration, and ``openai`` lists the run's vLLM server twice.
-    """
     server = {
         "server_type": "vllm",
         "base_url": f"http://{plan.server_host}:{plan.ports.server}/v1",
@@ -66,6 +47,7 @@ def build_serve_settings(recipe: Recipe, plan: Plan, names: Names, token: str) -
         "model_name": ADAPTER if plan.bridge == "lora" else names.served,
         "tokenizer_name": plan.model,
     }
+    # Fields of the environment's configuration that it shares with the trainer.
     environment = {
         "tokenizer_name": plan.model,
         "group_size": recipe.batch.num_generations,
@@ -73,7 +55,19 @@ def build_serve_settings(recipe: Recipe, plan: Plan, names: Names, token: str) -
         "rollout_server_url": str(AtroposKeys(recipe).api_url).rstrip("/"),
         "total_steps": ENDLESS,
     }
-    return {"env": {name: value for name, value in environment.items() if value is not None}, "openai": [server] * 2}
+    settings = {
+        "env": {name: value for name, value in environment.items() if value is not None},
+        "openai": [server] * 2,
+    }
+    file = names.run_dir / SETTINGS
+    _write_private(file, _HEADER + yaml.safe_dump(settings, sort_keys=False))
+    return f"python ENVIRONMENT.py serve --config {shell_path(file)}"
+
+
+def revoke_access(run_dir: Path) -> None:
+    """Remove the token and the settings of ``grant_access`` from the run directory, if they exist."""
+    for name in (ENVIRONMENT_TOKEN, SETTINGS):
+        (run_dir / name).unlink(missing_ok=True)
 
 
 def _write_private(path: Path, text: str) -> None:

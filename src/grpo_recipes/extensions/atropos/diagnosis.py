@@ -48,7 +48,11 @@ def diagnose_missing_batch(
         environments[env_id] = environment
     queued = int(status.get("queue_size", 0))
     all_sizes = {*sizes, *(_read_queued_sizes(connection) if queued else ())}
-    without_id = _count_groups_without_id(connection, queued, environments)
+    # If no known environment sent the latest group, count the queued groups that no environment counts.
+    latest, _ = connection.try_get("/latest_example") if queued else ({}, "")
+    counted = sum(int(environment.get("self_queue_size", 0)) for environment in environments.values())
+    latest_is_uncounted = not environments or latest.get("env_id") not in environments
+    without_id = max(0, queued - counted) if latest_is_uncounted and latest.get("tokens") else 0
     packing = _explain_packing(
         queued, batch_size or int(info.get("batch_size", -1)), all_sizes, environments, without_id
     )
@@ -74,17 +78,6 @@ def _read_queued_sizes(connection: Connection) -> set[int]:
             connection.request("POST", "/disconnect-env", {"env_id": env_id}, repeat=False)
             sizes |= {int(status["max_group_size"])} if "max_group_size" in status else set()
     return sizes
-
-
-def _count_groups_without_id(connection: Connection, queued: int, environments: Mapping[int, Mapping[str, Any]]) -> int:
-    """Request the latest group; if no known environment sent it, return how many queued groups no environment counts.
-
-    Otherwise return 0.
-    """
-    latest, _ = connection.try_get("/latest_example") if queued else ({}, "")
-    counted = sum(int(environment.get("self_queue_size", 0)) for environment in environments.values())
-    latest_is_uncounted = not environments or latest.get("env_id") not in environments
-    return max(0, queued - counted) if latest_is_uncounted and latest.get("tokens") else 0
 
 
 def _describe_activity(

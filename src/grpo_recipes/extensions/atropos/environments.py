@@ -252,35 +252,30 @@ def build_group(
     known_sums = [total for total in sums if total is not None]
     if not known_sums:
         return None
-    mean = statistics.fmean(known_sums)
+    mean_sum = statistics.fmean(known_sums)
     group: dict[str, Any] = {
         "tokens": [episode.tokens for episode in episodes],
         "masks": [episode.masks for episode in episodes],
-        "scores": [mean if total is None else total for total in sums],
+        "scores": [mean_sum if total is None else total for total in sums],
         "inference_logprobs": [episode.logprobs for episode in episodes],
         "generation_params": params,
     }
     if len(known_sums) < len(episodes):
         group["overrides"] = [{"set_advantage_to_zero": True} if total is None else {} for total in sums]
     if turn_advantages:
-        group["advantages"] = _compute_token_advantages(episodes, [turns or [] for turns in turn_scores])
+        # Tokens outside of turns, and tokens of turns without a score, get 0.
+        scores_of_turns = [turns or [] for turns in turn_scores]
+        indices = range(max(map(len, scores_of_turns)))
+        means = [
+            statistics.fmean([turns[index] for turns in scores_of_turns if len(turns) > index]) for index in indices
+        ]
+        group["advantages"] = []
+        for episode, turns in zip(episodes, scores_of_turns, strict=True):
+            row = [0.0] * len(episode.tokens)
+            for tokens, score, mean in zip(episode.turns, turns, means, strict=False):
+                row[tokens.start : tokens.stop] = [score - mean] * len(tokens)
+            group["advantages"].append(row)
     return group
-
-
-def _compute_token_advantages(episodes: Sequence[Episode], turn_scores: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return an advantage for each token of each episode: its turn's score minus the mean of that turn in the group.
-
-    Tokens outside of turns, and tokens of turns without a score, get 0.
-    """
-    indices = range(max(map(len, turn_scores)))
-    means = [statistics.fmean([scores[turn] for scores in turn_scores if len(scores) > turn]) for turn in indices]
-    advantages = []
-    for episode, scores in zip(episodes, turn_scores, strict=True):
-        row = [0.0] * len(episode.tokens)
-        for tokens, score, mean in zip(episode.turns, scores, means, strict=False):
-            row[tokens.start : tokens.stop] = [score - mean] * len(tokens)
-        advantages.append(row)
-    return advantages
 
 
 def _list_turn_scores(score: float | Sequence[float]) -> list[float]:

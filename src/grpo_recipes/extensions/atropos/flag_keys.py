@@ -165,8 +165,8 @@ def _choose_default(translation: Translation, row: Row, mode: str | None) -> Val
 
 def split_length(setting: Setting, _: Settings) -> None:
     """Convert the length of a sequence: a quarter to max_prompt_length, three quarters to max_completion_length."""
-    prompt = setting.number // 4
-    setting.write({"max_prompt_length": prompt, "max_completion_length": setting.number - prompt})
+    prompt = int(setting.value) // 4
+    setting.write({"max_prompt_length": prompt, "max_completion_length": int(setting.value) - prompt})
 
 
 def device(setting: Setting, settings: Settings) -> None:

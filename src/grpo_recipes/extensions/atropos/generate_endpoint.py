@@ -23,7 +23,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.recipe.rules import NEUTRAL_SAMPLING
@@ -55,29 +55,23 @@ class _ServingGroups(OpenAIServingCompletion):
             "prompt_token_ids": result.prompt_token_ids,
         }
         if request.logprobs is not None:
-            answer["logprobs"] = [_list_sampled_logprobs(output) for output in result.outputs]
+            all_logprobs = []
+            for output in result.outputs:
+                positions = [_map_token_logprobs(position) for position in output.logprobs or ()]
+                pairs = zip(output.token_ids, positions, strict=True)
+                all_logprobs.append([[{token: logprobs[token], **logprobs}] for token, logprobs in pairs])
+            answer["logprobs"] = all_logprobs  # each position begins with the sampled token
         if request.prompt_logprobs is not None:
             answer["prompt_logprobs"] = [_map_token_logprobs(position) for position in result.prompt_logprobs or ()]
         return answer
 
 
-def _list_sampled_logprobs(output: CompletionOutput) -> list[list[dict[int, float]]]:
-    """Return ``[{token id: log-prob, ...}]`` for each token of a completion, the sampled token first."""
-    positions = output.logprobs or ()
-    return [
-        [{token: _clamp_logprob((position or {})[token].logprob), **_map_token_logprobs(position)}]
-        for token, position in zip(output.token_ids, positions, strict=True)
-    ]
-
-
 def _map_token_logprobs(position: Mapping[int, Any] | None) -> dict[int, float]:
-    """Return ``{token id: log-prob}`` of the tokens that vLLM lists at one position; {} for None."""
-    return {token: _clamp_logprob(entry.logprob) for token, entry in (position or {}).items()}
+    """Return ``{token id: log-prob}`` of the tokens that vLLM lists at one position; {} for None.
 
-
-def _clamp_logprob(logprob: float) -> float:
-    """Return a log-prob, or the lowest finite one instead of minus infinity, which JSON does not have."""
-    return max(logprob, LOWEST_LOGPROB)
+    Minus infinity, which JSON does not have, becomes the lowest finite log-prob.
+    """
+    return {token: max(entry.logprob, LOWEST_LOGPROB) for token, entry in (position or {}).items()}
 
 
 def read_request(body: Mapping[str, Any], longest: int, sampling: Mapping[str, Any]) -> CompletionRequest:

@@ -28,7 +28,7 @@ from grpo_recipes.extensions.atropos.flag_keys import PORT, Translation, transla
 from grpo_recipes.extensions.atropos.flag_keys import translate as translate_flags
 from grpo_recipes.extensions.atropos.flags import COMMAND, FLAGS, MODE, SCRIPT, SHARED, VARIABLES, format_flag_help
 from grpo_recipes.extensions.atropos.recipe import ATROPOS_ENVIRONMENTS
-from grpo_recipes.extensions.atropos.rules import selects_atropos
+from grpo_recipes.extensions.atropos.rules import SOURCE
 from grpo_recipes.launch.run import launch
 from grpo_recipes.paths import display_path, find_code_root
 from grpo_recipes.plan.devices import Resources, count_generation_completions, find_resources, format_trainers
@@ -95,7 +95,7 @@ def read_launch(arguments: list[str]) -> AtroposLaunch:
             file = choose_recipe(recipe, os.environ, GRPO, device)
         merged, _ = merge_recipe(file, flags, os.environ, device, translation.keys)
         translate_counts(translation, lambda key: merged.values[key].value, mode)
-        if not selects_atropos(merged):
+        if not SOURCE.requested(merged):
             choices = " or ".join([*ATROPOS_ENVIRONMENTS, "file.py:Class"])
             fix = f"set --environment {choices}, or --atropos-url URL of a run-api with your environments"
             translation.problems.append(Problem("--environment", "is missing: nothing would send groups", fix))

@@ -77,28 +77,6 @@ def _plan_run_api(plan: Plan, names: Names) -> Process | None:
     )
 
 
-def _plan_environments(recipe: Recipe, plan: Plan, names: Names) -> list[Process]:
-    """Describe a process for each environment of the recipe, on the first node; return [] if the recipe lists none."""
-    url = find_api_url(recipe, plan.ports)
-    addresses = ("--api-url", str(url), "--server-url", f"http://{plan.server_host}:{plan.ports.server}")
-    after = (RUN_API, "server") if PORT in plan.ports.extensions else ("server",)
-    return [
-        Process(
-            f"{ENVIRONMENT}{label}",
-            module_command("grpo_recipes.extensions.atropos.serve", str(index), *addresses),
-            {**_FEW_THREADS, **_WITHOUT_WANDB},
-            (),
-            f"logs/liv_env-{label}_{names.run}_{names.timestamp}.log",
-            after=after,
-            title=f"environment {label}",
-            on_loss="restart",
-            with_trainers=True,
-            until_trained=True,
-        )
-        for index, label in enumerate(make_environment_labels(recipe.__getitem__))
-    ]
-
-
 class AtroposRoles(Roles):
     """The processes of Atropos: run-api and the environments that send groups to it."""
 
@@ -163,7 +141,25 @@ class AtroposRoles(Roles):
     def processes(self, recipe: Recipe, plan: Plan, names: Names) -> list[Process]:
         """Return the processes that the launch starts for Atropos: run-api, if it starts one, and the environments."""
         server = _plan_run_api(plan, names)
-        return [*([server] if server else []), *_plan_environments(recipe, plan, names)]
+        planned = [server] if server else []
+        url = find_api_url(recipe, plan.ports)
+        addresses = ("--api-url", str(url), "--server-url", f"http://{plan.server_host}:{plan.ports.server}")
+        after = (RUN_API, "server") if PORT in plan.ports.extensions else ("server",)
+        for index, label in enumerate(make_environment_labels(recipe.__getitem__)):
+            process = Process(
+                f"{ENVIRONMENT}{label}",
+                module_command("grpo_recipes.extensions.atropos.serve", str(index), *addresses),
+                {**_FEW_THREADS, **_WITHOUT_WANDB},
+                (),
+                f"logs/liv_env-{label}_{names.run}_{names.timestamp}.log",
+                after=after,
+                title=f"environment {label}",
+                on_loss="restart",
+                with_trainers=True,
+                until_trained=True,
+            )
+            planned.append(process)
+        return planned
 
     def server_variables(self, recipe: Recipe, names: Names) -> dict[str, str]:
         """Return environment variables for the server if environments that the user starts may join, else {}.

@@ -30,18 +30,6 @@ _API_URL = "atropos_api_url"
 _SOURCE_KEYS = ("atropos_environment", "atropos_mixture", _API_URL)  # each of them makes Atropos the source of groups
 
 
-def selects_atropos(recipe: Recipe) -> bool:
-    """Return whether a recipe trains on groups of Atropos: it sets an environment, a mixture or atropos_api_url.
-
-    A URL from the variable ATROPOS_API_URL does not count, because it affects all runs. For a checked recipe,
-    ``uses_atropos`` returns the same.
-    """
-    url = recipe.values["atropos_api_url"]
-    is_variable = url.from_text and url.source in environment_keys() and not url.shadowed
-    has_environment = AtroposKeys(recipe).environment is not None or AtroposKeys(recipe).mixture is not None
-    return has_environment or (AtroposKeys(recipe).api_url is not None and not is_variable)
-
-
 class Atropos(PromptSource):
     """The source of training data in runs with Atropos: groups that environments sample and score."""
 
@@ -53,8 +41,15 @@ class Atropos(PromptSource):
     )
 
     def requested(self, recipe: Recipe) -> bool:
-        """Return whether a recipe trains on groups of Atropos."""
-        return selects_atropos(recipe)
+        """Return whether a recipe trains on groups of Atropos: it sets an environment, a mixture or atropos_api_url.
+
+        A URL from the variable ATROPOS_API_URL does not count, because it affects all runs. For a checked recipe,
+        ``uses_atropos`` returns the same.
+        """
+        url = recipe.values["atropos_api_url"]
+        is_variable = url.from_text and url.source in environment_keys() and not url.shadowed
+        has_environment = AtroposKeys(recipe).environment is not None or AtroposKeys(recipe).mixture is not None
+        return has_environment or (AtroposKeys(recipe).api_url is not None and not is_variable)
 
     def user_code(self, lookup: Lookup) -> list[str]:
         """Return the specs of the user's code: environment classes, and rewards of shipped environments.
@@ -86,7 +81,7 @@ def _find_missing_limit(recipe: Recipe) -> list[str]:
 
 # fmt: off
 RULES = (
-    Rule("{item}", lambda r: not selects_atropos(r)
+    Rule("{item}", lambda r: not SOURCE.requested(r)
         and [key for key in set_by_user(r, "atropos_*") if key not in ("atropos_environment_args", *_SOURCE_KEYS)],
         "'{item}' does nothing without atropos_environment", "{removal}, or add atropos_environment"),
     Rule("atropos_mixture", lambda r: AtroposKeys(r).environment is not None and AtroposKeys(r).mixture is not None,
@@ -95,48 +90,48 @@ RULES = (
         lambda r: AtroposKeys(r).environment_args is not None and AtroposKeys(r).environment is None,
         "'atropos_environment_args' does nothing without atropos_environment",
         "add atropos_environment, or set args in the mixture"),
-    Rule(_API_URL, lambda r: r[_API_URL] is not None and not selects_atropos(r),
+    Rule(_API_URL, lambda r: r[_API_URL] is not None and not SOURCE.requested(r),
         "'atropos_api_url' changes nothing in a run without Atropos",
         "{removal}, or add atropos_environment, or use the flag --atropos_api_url"),
-    Rule(_API_URL, lambda r: selects_atropos(r) and r[_API_URL] is not None and not is_url(r[_API_URL]),
+    Rule(_API_URL, lambda r: SOURCE.requested(r) and r[_API_URL] is not None and not is_url(r[_API_URL]),
         "'{atropos_api_url}' is not an http or https URL", "set e.g. http://localhost:8000"),
     Rule("atropos_port", lambda r: r[_API_URL] is not None and r.is_set("atropos_port"),
         "atropos_port, for a run-api that the launch starts, can't be combined with atropos_api_url",
         "remove atropos_port, or remove atropos_api_url"),
-    Rule("vllm_server_base_url", lambda r: uses_external_server(r) and selects_atropos(r),
+    Rule("vllm_server_base_url", lambda r: uses_external_server(r) and SOURCE.requested(r),
         "vllm_server_base_url can't be combined with Atropos: its environments sample from the server that the "
         "launch starts", "{removal}"),
-    Rule("{item}", lambda r: selects_atropos(r) and [key for key in set_by_user(r, OF_DATASETS)
+    Rule("{item}", lambda r: SOURCE.requested(r) and [key for key in set_by_user(r, OF_DATASETS)
         if r[key] != catalogue()[key]["default"] and key != "system_prompt"],  # environments read system_prompt
         "'{item}' does nothing with Atropos: groups replace the dataset", "{removal}"),
-    Rule("reward_funcs", lambda r: selects_atropos(r) and SOURCE_REWARD in r.rewards.funcs
+    Rule("reward_funcs", lambda r: SOURCE.requested(r) and SOURCE_REWARD in r.rewards.funcs
         and [name for name in r.rewards.funcs if name != SOURCE_REWARD],
         "reward '{item}' can't be combined with Atropos: its environments score their completions", "remove {item}"),
-    Rule("max_steps", lambda r: selects_atropos(r) and r.batch.max_steps == -1,
+    Rule("max_steps", lambda r: SOURCE.requested(r) and r.batch.max_steps == -1,
         "max_steps is missing: groups from Atropos have no epochs", "add max_steps, e.g. max_steps: 200"),
-    Rule("{item}", lambda r: selects_atropos(r) and _find_missing_limit(r),
+    Rule("{item}", lambda r: SOURCE.requested(r) and _find_missing_limit(r),
         "nothing limits the length of a prompt with its completion; run-api and the environments need a limit",
         lambda _, key: f"add {key}, e.g. {key}: {512 if key == 'max_prompt_length' else 2048}"),
-    Rule("use_vllm", lambda r: selects_atropos(r) and not r.server.use_vllm,
+    Rule("use_vllm", lambda r: SOURCE.requested(r) and not r.server.use_vllm,
         "Atropos' environments need a vLLM server", "set use_vllm: true"),
-    Rule("vllm_mode", lambda r: selects_atropos(r) and r.server.use_vllm and r.server.mode == "colocate",
+    Rule("vllm_mode", lambda r: SOURCE.requested(r) and r.server.use_vllm and r.server.mode == "colocate",
         "vllm_mode: colocate has no server, but Atropos' environments need one", "set vllm_mode: server"),
-    Rule("vllm_node", lambda r: selects_atropos(r) and starts_run_api(r.__getitem__) and r.server.node == "own",
+    Rule("vllm_node", lambda r: SOURCE.requested(r) and starts_run_api(r.__getitem__) and r.server.node == "own",
         "vllm_node: own puts rank 0 on another node than run-api, which listens only on the first node's loopback",
         "set vllm_node: shared, or start a run-api yourself and set atropos_api_url"),
-    Rule("eval_strategy", lambda r: selects_atropos(r) and evaluates(r),
+    Rule("eval_strategy", lambda r: SOURCE.requested(r) and evaluates(r),
         "eval_strategy: {eval_strategy} has no data: groups from Atropos are only for training",
         lambda r, _: "set eval_strategy: 'no'" + " and remove eval_steps" * r.is_set("eval_steps")
         + "; benchmarks test the final model"),
     Rule("atropos_batch_max_wait_time",
-        lambda r: selects_atropos(r) and AtroposKeys(r).batch_max_wait_time >= r.processes.stall_timeout,
+        lambda r: SOURCE.requested(r) and AtroposKeys(r).batch_max_wait_time >= r.processes.stall_timeout,
         "atropos_batch_max_wait_time {atropos_batch_max_wait_time:g} must be below stall_timeout {stall_timeout:g}: "
         "a trainer that waits longer counts as hung", "raise stall_timeout, or lower atropos_batch_max_wait_time"),
     Rule("atropos_batch_max_wait_time",
-        lambda r: selects_atropos(r) and AtroposKeys(r).batch_max_wait_time >= r.processes.ddp_timeout,
+        lambda r: SOURCE.requested(r) and AtroposKeys(r).batch_max_wait_time >= r.processes.ddp_timeout,
         "atropos_batch_max_wait_time {atropos_batch_max_wait_time:g} must be below ddp_timeout {ddp_timeout}: "
         "the other ranks wait no longer for rank 0", "raise ddp_timeout, or lower atropos_batch_max_wait_time"),
-    Rule("{item}", lambda r: selects_atropos(r) and set_by_user(r, "vllm_importance_sampling_*"),
+    Rule("{item}", lambda r: SOURCE.requested(r) and set_by_user(r, "vllm_importance_sampling_*"),
         "'{item}' does nothing with Atropos: the ratio of the loss uses the policy that sampled a group", "{removal}"),
 )
 # fmt: on
@@ -161,7 +156,7 @@ def find_atropos_problems(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Prob
 
     Yield nothing for a recipe without Atropos. The ids, arguments and min_allocations of environments are checked.
     """
-    if not selects_atropos(recipe):
+    if not SOURCE.requested(recipe):
         return
     source_key = next(name for name in _SOURCE_KEYS if recipe[name] is not None)
     if importlib.util.find_spec("atroposlib") is None:

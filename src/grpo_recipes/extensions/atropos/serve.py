@@ -88,8 +88,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--server-url", required=True, help="URL of the vLLM server")
     args = parser.parse_args(argv)
     run, api = run_folder(), args.api_url.rstrip("/")
+    # Only warnings are logged, and no message twice in a row: atroposlib logs ten lines a second.
+    handler = logging.StreamHandler()
+    handler.addFilter(_RepetitionFilter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(levelname)s %(name)s: %(message)s")
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("atroposlib"):
+            logging.getLogger(name).setLevel(logging.WARNING)
     try:
-        quiet_logs()
         environment = create_environment(run, args.index, api, args.server_url)
         disconnect_predecessor(environment.id_file, api)
         asyncio.run(environment.env_manager())
@@ -287,16 +293,6 @@ class _RepetitionFilter(logging.Filter):
         """Return whether to write the message: it differs from the previous message."""
         is_new, self._last = record.getMessage() != self._last, record.getMessage()
         return is_new
-
-
-def quiet_logs() -> None:
-    """Set up logging to stderr: only warnings, and no message twice in a row; atroposlib logs ten lines a second."""
-    handler = logging.StreamHandler()
-    handler.addFilter(_RepetitionFilter())
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(levelname)s %(name)s: %(message)s")
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("atroposlib"):
-            logging.getLogger(name).setLevel(logging.WARNING)
 
 
 if __name__ == "__main__":

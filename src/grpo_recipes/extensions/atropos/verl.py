@@ -33,7 +33,7 @@ def whole_groups(setting: Setting, settings: Settings) -> None:
 
     ``n`` is verl's number of completions per prompt. Do nothing if ``n`` is invalid, which is reported separately.
     """
-    size = setting.number
+    size = int(setting.value)
     group = whole_number(settings.values.get(_GROUP, catalogue()["num_generations"]["default"]))
     if not group:
         return  # a wrong number of completions is reported separately
@@ -67,7 +67,7 @@ def trainers(setting: Setting, settings: Settings) -> None:
 
     Reject it if no GPU remains. On CPU, accept it without setting a key.
     """
-    gpus, parallel = setting.number, whole_number(settings.values.get(_TENSORS, 1)) or 1
+    gpus, parallel = int(setting.value), whole_number(settings.values.get(_TENSORS, 1)) or 1
     count = count_trainers(gpus, parallel)
     if settings.device == "cpu":
         setting.accept("the run is on CPU")

@@ -31,7 +31,7 @@ def whole_groups(setting: Setting, settings: Settings) -> None:
 
     Do nothing if num_generations is invalid, which is reported separately.
     """
-    size, group = setting.number, whole_number(settings.key("num_generations"))
+    size, group = int(setting.value), whole_number(settings.key("num_generations"))
     if not group:
         return  # the setting num_generations reports its own problem
     if remainder := size % group:

@@ -86,7 +86,7 @@ def in_steps(setting: Setting, settings: Settings) -> None:
     sizes = _read_sizes(settings.values)
     steps = _count_steps(sizes) if sizes else None
     if steps is not None:
-        setting.write(setting.row.filled(setting.number * steps))
+        setting.write(setting.row.filled(int(setting.value) * steps))
 
 
 def forward_passes(setting: Setting, settings: Settings) -> None:

@@ -6,6 +6,7 @@ completions.
 
 from collections.abc import Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from grpo_recipes.extensions.problems import seeded
@@ -19,14 +20,15 @@ _SEED_KEYS = ("problem_seed_start", "problem_seeds")
 _EVAL_SEED_KEYS = ("eval_problem_seed_start", "eval_problem_seeds", "eval_problem_ids")
 
 
-def _make_modebench_rows(task: str, keys: Lookup, split: str) -> list[Row]:
-    """Return the rows of a ModeBench task for the split "train" or "test", by the recipe's modebench_* keys."""
-    return dataset.make_rows(task, split, dataset.Settings.read(keys))
+def _make_rows(module: ModuleType, name: str, keys: Lookup, split: str) -> list[Row]:
+    """Return the rows of a dataset of ``dataset`` or ``seeded`` for a split: "train" or "test"."""
+    rows: list[Row] = module.make_rows(name, split, module.Settings.read(keys))
+    return rows
 
 
-def _hash_modebench_settings(task: str, keys: Lookup) -> str:
-    """Return a short hash of the recipe's modebench_* keys and the task; equal hashes mean equal rows."""
-    return dataset.Settings.read(keys).fingerprint(task)
+def _hash_settings(module: ModuleType, name: str, keys: Lookup) -> str:
+    """Return a short hash of the dataset's name and the recipe keys that affect it; equal hashes mean equal rows."""
+    return str(module.Settings.read(keys).fingerprint(name))
 
 
 def _compute_mode_scores(modes: Sequence[Sequence[str | None]], answers: Sequence[str]) -> dict[str, Any]:
@@ -38,22 +40,12 @@ def _compute_mode_scores(modes: Sequence[Sequence[str | None]], answers: Sequenc
     return dataset.compute_mode_scores(modes, [dataset.parse_problem(answer)["modes"] for answer in answers])
 
 
-def _make_seeded_rows(generator: str, keys: Lookup, split: str) -> list[Row]:
-    """Return the rows of a ``seeded:...`` generator for the split "train" or "test", by the recipe's seed keys."""
-    return seeded.make_rows(generator, split, seeded.Settings.read(keys))
-
-
-def _hash_seeded_settings(generator: str, keys: Lookup) -> str:
-    """Return a short hash of the recipe keys that affect the rows of a ``seeded:...`` generator."""
-    return seeded.Settings.read(keys).fingerprint(generator)
-
-
 _MODEBENCH = tuple(
     GeneratedData(
         task,
         dataset.COLUMNS,
-        partial(_make_modebench_rows, task),
-        partial(_hash_modebench_settings, task),
+        partial(_make_rows, dataset, task),
+        partial(_hash_settings, dataset, task),
         size_keys=("modebench_prompts", "modebench_test_prompts"),
         reward="modebench",
         scoring=Scoring("modes", dataset.find_mode, _compute_mode_scores, baselines),
@@ -64,8 +56,8 @@ _SEEDED = tuple(
     GeneratedData(
         name,
         generator.columns,
-        partial(_make_seeded_rows, name),
-        partial(_hash_seeded_settings, name),
+        partial(_make_rows, seeded, name),
+        partial(_hash_settings, seeded, name),
         size_keys=("problem_seeds", "eval_problem_seeds"),
         reward="modebench" if generator.task else "satisfiability" if name == seeded.SAT else None,
         ordered=True,

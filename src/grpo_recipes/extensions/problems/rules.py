@@ -51,27 +51,18 @@ def _find_shared_seeds(recipe: Recipe) -> list[int]:
 
 def _describe_shared_seeds(recipe: Recipe, _: str) -> str:
     """Return the message about seeds that training and evaluations share."""
-    keys = ProblemKeys(recipe)
+    keys, seeds = ProblemKeys(recipe), _find_shared_seeds(recipe)
+    listed = f"seed {seeds[0]}" if len(seeds) == 1 else f"the seeds {seeds[0]} to {seeds[-1]}"
     return (
-        f"{_format_seeds(_find_shared_seeds(recipe))} would be used in training and evaluations: "
+        f"{listed} would be used in training and evaluations: "
         f"problem_seed_start {keys.problem_seed_start} with problem_seeds {keys.problem_seeds}, "
         f"eval_problem_seed_start {keys.eval_problem_seed_start} with eval_problem_seeds {keys.eval_problem_seeds}"
     )
 
 
-def _compute_first_unused_seed(recipe: Recipe) -> int:
-    """Return the first seed after the training seeds."""
-    return ProblemKeys(recipe).problem_seed_start + ProblemKeys(recipe).problem_seeds
-
-
 def _make_missing_task_condition(task: str) -> Condition:
     """Return a condition for a rule: a function that returns whether a recipe does not use the ModeBench task."""
     return lambda recipe: task not in list_puzzle_tasks(recipe)
-
-
-def _format_seeds(seeds: list[int]) -> str:
-    """Return "seed 5" for a single seed, else "the seeds 5 to 9" with the first and the last seed."""
-    return f"seed {seeds[0]}" if len(seeds) == 1 else f"the seeds {seeds[0]} to {seeds[-1]}"
 
 
 def _check_problem_count(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
@@ -116,7 +107,8 @@ RULES: tuple[Rule, ...] = (
         "write other seeds"),
     Rule("eval_problem_seed_start", lambda r: not ProblemKeys(r).eval_problem_ids and bool(_find_shared_seeds(r)),
         _describe_shared_seeds,
-        lambda r, _: f"set eval_problem_seed_start: {_compute_first_unused_seed(r)} or more"),
+        lambda r, _: f"set eval_problem_seed_start: {ProblemKeys(r).problem_seed_start + ProblemKeys(r).problem_seeds}"
+            " or more"),
     Rule("modebench_min_modes",
         lambda r: list_puzzle_tasks(r) and ProblemKeys(r).modebench_min_modes > ProblemKeys(r).modebench_max_modes,
         "modebench_min_modes {modebench_min_modes} exceeds modebench_max_modes {modebench_max_modes}",

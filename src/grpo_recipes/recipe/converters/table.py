@@ -94,10 +94,19 @@ class Row:
         return {key: value if template == VALUE else template for key, template in self.sets.items()}
 
     def fix_for(self, value: Any, flag: bool = False) -> str:
-        """Return the row's ``fix``, or else the recipe lines for this value, or flags if ``flag`` is true."""
+        """Return the row's ``fix``, or else the recipe lines for this value, or flags if ``flag`` is true.
+
+        In a flag, ``VALUE`` stands for a value that is missing, long or secret.
+        """
         keys = self.filled(value)
-        words = " ".join(as_flag(*item) for item in keys.items()) if flag else in_words(keys)
-        return self.fix or f"write {words}"
+        if self.fix or not flag:
+            return self.fix or f"write {in_words(keys)}"
+        flags = []
+        for key, item in keys.items():
+            text = short(",".join(map(str, item)) if isinstance(item, list) else item).removeprefix(": ")
+            missing = item is True and catalogue()[key]["type"] != "bool"
+            flags.append(f"--{key} {shell_quote(text) if text and not missing else 'VALUE'}")
+        return f"write {' '.join(flags)}"
 
     def meaning(self) -> str:
         """Return the meaning of the setting, in Markdown, for a table of the docs: its help, its keys, or its fix."""
@@ -128,13 +137,6 @@ def short(value: Any) -> str:
 def in_words(keys: Mapping[str, Any]) -> str:
     """Return recipe keys with their values, e.g. ``use_vllm: true and bf16: false``."""
     return " and ".join(f"{key}{short(value)}" for key, value in keys.items())
-
-
-def as_flag(key: str, value: Any) -> str:
-    """Return a key and its value as a flag. ``VALUE`` stands for a value that is missing, long or secret."""
-    text = short(",".join(map(str, value)) if isinstance(value, list) else value).removeprefix(": ")
-    missing = value is True and catalogue()[key]["type"] != "bool"
-    return f"--{key} {shell_quote(text) if text and not missing else 'VALUE'}"
 
 
 @dataclass(frozen=True)
@@ -192,21 +194,6 @@ class Setting:
             return f"{self.raw.source}: '{self.name}' is read as {in_words(self.keys)}"
         return f"{self.shown} changes nothing: {self.why}"
 
-    @property
-    def number(self) -> int:
-        """Return the value as an integer, if the row has ``least``."""
-        return int(self.value)
-
-    def is_typed(self) -> bool:
-        """Return whether the value has the row's type and is at least ``row.least``; if not, reject the setting."""
-        least = self.row.least
-        if self.row.type == "bool" and not isinstance(self.value, bool):
-            self.reject(f"{self.subject}must be true or false, got {self.value!r}", f"write {self.name}=true or false")
-        elif least is not None and (whole_number(self.value) is None or self.number < least):
-            problem = f"{self.subject}must be an integer of at least {least}, got {self.value!r:.100}"
-            self.reject(problem, self.row.fix or f"write e.g. {self.name} {least + 1}")
-        return self.problem is None
-
 
 @dataclass(frozen=True)
 class Table:
@@ -238,7 +225,14 @@ class Table:
                 fix = f"write {other} {modes.split()[0]}, or leave it out"
                 setting.reject(f"{setting.subject}does nothing with {other} {mode}", fix)
                 return setting
-        if not setting.is_typed():
+        least = row.least
+        if row.type == "bool" and not isinstance(raw.value, bool):
+            problem = f"{setting.subject}must be true or false, got {raw.value!r}"
+            setting.reject(problem, f"write {name}=true or false")
+            return setting
+        if least is not None and (whole_number(raw.value) is None or int(raw.value) < least):
+            problem = f"{setting.subject}must be an integer of at least {least}, got {raw.value!r:.100}"
+            setting.reject(problem, row.fix or f"write e.g. {name} {least + 1}")
             return setting
         if row.convert:
             getattr(importlib.import_module(self.module), row.convert)(setting, settings)
