@@ -6,8 +6,8 @@ The fix is one imperative sentence with a value. All problems of an input are re
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from grpo_recipes.secrets import mask_secrets
@@ -57,6 +57,11 @@ class ConfigError(Exception):
 def config_error(where: str, what: str, fix: str) -> ConfigError:
     """Return a ConfigError with a single problem."""
     return ConfigError(Problem(where, what, fix))
+
+
+def rename_places(error: ConfigError, names: Mapping[str, str]) -> ConfigError:
+    """Return the error with other places: ``names`` maps places of its problems to flags of the user's command."""
+    return ConfigError(*(replace(problem, where=names.get(problem.where, problem.where)) for problem in error.problems))
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ from grpo_recipes.console.generate import (
     render_prompts,
     report_failures,
 )
-from grpo_recipes.errors import ConfigError, Problem, config_error, translate_errors
+from grpo_recipes.errors import ConfigError, Problem, config_error, rename_places, translate_errors
 from grpo_recipes.fetch.assets import find_assets, find_fetched_datasets, fingerprint
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.launch.serve import ServerFailed, serving
@@ -121,14 +121,7 @@ def eval(options: argparse.Namespace) -> int:
     _check_options(options)
     names = {f"--{key}": f"--{name}" for name, key in _KEYS.items() if getattr(options, name) is not None}
     names["--eval_strategy"] = "--dataset"
-
-    def use_option_names(error: ConfigError) -> ConfigError:
-        """Return the error with options such as --dataset instead of the recipe flags that they set."""
-        return ConfigError(
-            *(replace(problem, where=names.get(problem.where, problem.where)) for problem in error.problems)
-        )
-
-    with translate_errors(ConfigError, use_option_names):
+    with translate_errors(ConfigError, lambda error: rename_places(error, names)):
         return _evaluate(options)
 
 
@@ -278,7 +271,13 @@ def _find_subject(options: argparse.Namespace) -> _Subject:
     folder = Path(name).absolute()
     if folder.parent.name == "checkpoints" and (folder.parents[1] / "run.json").is_file():
         run, model, subject_name = Run(folder.parents[1]), str(folder), f"{folder.parents[1].name}-{folder.name}"
-        _check_checkpoint(folder)
+        if not is_complete(folder):
+            names = [path.name for path in list_complete_checkpoints(folder.parent)]
+            fix = f"use {' or '.join(names)}" if names else "use the run, or wait for its first checkpoint"
+            raise config_error(display_path(folder), "not a complete checkpoint", fix)
+        if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+            message = "no model that a server can load: only an adapter, or the shards of several trainers"
+            raise config_error(display_path(folder), message, "use the run; its model/ is complete")
     else:
         fix = "use a recipe (.yaml), a run directory, last, a checkpoint, a model's folder, or a hub id"
         named_run, model = find_run_or_model(name, needs_model=True, fix=fix)
@@ -288,17 +287,6 @@ def _find_subject(options: argparse.Namespace) -> _Subject:
     recipe = _resolve_with_options(str(run.folder / "recipe.yaml"), options)
     recipe = recipe.with_value("model_name_or_path", Value(model, _ME)).with_value("model_revision", Value("main", _ME))
     return _Subject(recipe, run, subject_name)
-
-
-def _check_checkpoint(checkpoint: Path) -> None:
-    """Raise ConfigError if a checkpoint folder is incomplete, or has no model that a server can load."""
-    if not is_complete(checkpoint):
-        names = [path.name for path in list_complete_checkpoints(checkpoint.parent)]
-        fix = f"use {' or '.join(names)}" if names else "use the run, or wait for its first checkpoint"
-        raise config_error(display_path(checkpoint), "not a complete checkpoint", fix)
-    if not (checkpoint / "config.json").is_file() or not any(checkpoint.glob("*.safetensors")):
-        message = "no model that a server can load: only an adapter, or the shards of several trainers"
-        raise config_error(display_path(checkpoint), message, "use the run; its model/ is complete")
 
 
 def _make_model_subject(model: str, options: argparse.Namespace) -> _Subject:

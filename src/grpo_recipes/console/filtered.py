@@ -7,7 +7,6 @@ A recipe then trains on them with ``dataset_name: medium.jsonl``, or on a part o
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,20 @@ def write_filtered(path: Path, rows: Rows, scored: Rows, limits: tuple[float, fl
     among those that could be judged. Rows without a judged completion are left out. So is the recipe's system prompt,
     because a training adds it again.
     """
-    rates = [compute_pass_rate(row["completions"]) for row in scored]
-    lines = [
-        json.dumps(_make_line(row, rate, system_prompt), ensure_ascii=False)
-        for row, rate in zip(rows, rates, strict=True)
-        if rate is not None and limits[0] <= rate <= limits[1]
-    ]
+    rates: list[float | None] = []
+    for row in scored:
+        judged = [bool(completion["right"]) for completion in row["completions"] if completion["right"] is not None]
+        rates.append(sum(judged) / len(judged) if judged else None)
+    lines = []
+    for row, rate in zip(rows, rates, strict=True):
+        if rate is not None and limits[0] <= rate <= limits[1]:
+            messages = row["prompt"]
+            if system_prompt and messages[0] == {"role": "system", "content": system_prompt}:
+                messages = messages[1:]
+            problem = messages[0]["content"] if [message["role"] for message in messages] == ["user"] else messages
+            others = {name: value for name, value in row.items() if name not in _TRAINER_COLUMNS}
+            line = {"problem": problem, "answer": row["answer"], **others, PASS_RATE: round(rate, 4)}
+            lines.append(json.dumps(line, ensure_ascii=False))
     write_atomically(path, "".join(f"{line}\n" for line in lines))
     print(f"{'pass rate':<12}{'prompts':>8}")
     counts = Counter(_name_bin(rate) for rate in rates if rate is not None)
@@ -47,25 +54,6 @@ def write_filtered(path: Path, rows: Rows, scored: Rows, limits: tuple[float, fl
     left_out = f"; {plural(unknown, 'prompt')} without a judged completion left out" if unknown else ""
     say(f"{len(lines)} of {plural(len(rows), 'prompt')} written to {display_path(path)}{left_out}")
     return len(lines)
-
-
-def compute_pass_rate(completions: Sequence[dict[str, Any]]) -> float | None:
-    """Return the fraction of right completions among the judged ones; None if none is judged."""
-    judged = [bool(completion["right"]) for completion in completions if completion["right"] is not None]
-    return sum(judged) / len(judged) if judged else None
-
-
-def _make_line(row: dict[str, Any], rate: float, system_prompt: str | None) -> dict[str, Any]:
-    """Return the content of a row's line: its problem, answer, other columns and pass rate (``rate``).
-
-    A system message equal to ``system_prompt`` is left out. A single user message becomes a text.
-    """
-    messages = row["prompt"]
-    if system_prompt and messages[0] == {"role": "system", "content": system_prompt}:
-        messages = messages[1:]
-    problem = messages[0]["content"] if [message["role"] for message in messages] == ["user"] else messages
-    others = {name: value for name, value in row.items() if name not in _TRAINER_COLUMNS}
-    return {"problem": problem, "answer": row["answer"], **others, PASS_RATE: round(rate, 4)}
 
 
 def _name_bin(rate: float) -> str:

@@ -10,13 +10,12 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from grpo_recipes.cli import chosen_recipe, command, option, switch
-from grpo_recipes.errors import ConfigError, Problem, config_error, translate_errors
+from grpo_recipes.errors import ConfigError, Problem, config_error, rename_places, translate_errors
 from grpo_recipes.fetch.assets import find_assets
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.paths import display_path
@@ -77,7 +76,9 @@ def generate(options: argparse.Namespace) -> int:
     if options.split is not None:
         options.flags = [*options.flags, f"--dataset_train_split={options.split}"]
     recipe = chosen_recipe(options)
-    require_dataset(recipe)
+    if sampler_of(recipe.__getitem__):
+        problem = "the command samples without the recipe's environment or tools"
+        raise config_error(display_path(recipe.path), problem, "use a recipe with a dataset_name and without tools")
     if options.split is not None and recipe.data.mixture:
         fix = "leave it out, or use one of the datasets with --dataset_name"
         raise config_error("--split", "each dataset of dataset_mixture has its own split", fix)
@@ -140,13 +141,6 @@ def read_request_limits(options: argparse.Namespace) -> dict[str, Any]:
     return {"batch_size": options.batch_size, "timeout": options.timeout, "attempts": options.attempts}
 
 
-def require_dataset(recipe: Recipe) -> None:
-    """Raise ConfigError if the recipe's completions are episodes of environments or tools."""
-    if sampler_of(recipe.__getitem__):
-        problem = "the command samples without the recipe's environment or tools"
-        raise config_error(display_path(recipe.path), problem, "use a recipe with a dataset_name and without tools")
-
-
 def connect_to_server(url: str, backend: str, model: str | None, wait: float, **limits: Any) -> "CompletionClient":
     """Wait at most ``wait`` seconds until the server at ``url`` answers, and return a client of it.
 
@@ -156,15 +150,8 @@ def connect_to_server(url: str, backend: str, model: str | None, wait: float, **
     from grpo_recipes.rollouts.openai import CompletionClient
 
     flags = {"base_url": "--base-url", "backend": "--backend"}
-
-    def use_flag_names(error: ConfigError) -> ConfigError:
-        """Return the error with flags of the command instead of argument names."""
-        return ConfigError(
-            *(replace(problem, where=flags.get(problem.where, problem.where)) for problem in error.problems)
-        )
-
     key = os.environ.get(KEY_VARIABLE)
-    with translate_errors(ConfigError, use_flag_names):
+    with translate_errors(ConfigError, lambda error: rename_places(error, flags)):
         client = CompletionClient(url, backend, model, key, say=say, **limits)
         client.ready(wait)
     return client

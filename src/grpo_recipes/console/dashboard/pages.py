@@ -121,10 +121,16 @@ class ListPage(LivePage):
         folders = self.list_folders()
         self._rows = {folder: self._rows.get(folder) or _RunRows(folder) for folder in folders}
         states = [_describe_state(folder) for folder in folders]
-        cells = [
-            self._render_row(folder, state, has_ended)
-            for folder, (state, has_ended) in zip(folders, states, strict=True)
-        ]
+        table_rows = []  # with a link to the run, and a small curve of its rewards
+        for folder, (state, has_ended) in zip(folders, states, strict=True):
+            rows = self._rows[folder].read()
+            texts = [mask_secrets(text) or NOTHING for text in (state, *format_position(rows, has_ended))]
+            name = mask_secrets(folder.relative_to(self._root).as_posix())
+            row = Markup('<tr><td><a href="run/{}/">{}</a></td>{}<td>{}</td></tr>').format(
+                hash_folder(folder), name, Markup("").join(Markup("<td>{}</td>").format(text) for text in texts),
+                draw_small_curve(drop_missing(finite_number(row.get("reward")) for row in rows)),
+            )  # fmt: skip
+            table_rows.append(row)
         head = Markup("").join(
             Markup("<th>{}</th>").format(name) for name in ("Run", "State", "Step", "Reward", "Left")
         )
@@ -133,18 +139,8 @@ class ListPage(LivePage):
         headline = f"{plural(len(folders), 'run')}, {running} unfinished" if folders else "No runs yet"
         return render(
             "page.html.j2", title=f"Runs in {display_path(self._root)}", badges=[], name=display_path(self._root),
-            headline=headline, sections=[("Runs", table.format(head, Markup("").join(cells)))] if folders else [],
+            headline=headline, sections=[("Runs", table.format(head, Markup("").join(table_rows)))] if folders else [],
             polling=polling,
-        )  # fmt: skip
-
-    def _render_row(self, folder: Path, state: str, has_ended: bool) -> Markup:
-        """Return the table row of a run: link, state, step, reward, time left and a small curve of its rewards."""
-        rows = self._rows[folder].read()
-        texts = [mask_secrets(text) or NOTHING for text in (state, *format_position(rows, has_ended))]
-        name = mask_secrets(folder.relative_to(self._root).as_posix())
-        return Markup('<tr><td><a href="run/{}/">{}</a></td>{}<td>{}</td></tr>').format(
-            hash_folder(folder), name, Markup("").join(Markup("<td>{}</td>").format(text) for text in texts),
-            draw_small_curve(drop_missing(finite_number(row.get("reward")) for row in rows)),
         )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ import argparse
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
@@ -52,7 +51,14 @@ def sweep(options: argparse.Namespace) -> int:
     if options.cell:
         return run_array_task(options.cell, os.environ)
     backend = choose_backend(options)
-    words, flags = _split_axes_and_flags(options)
+    # The words of the command line are axes (``KEY=VALUES``), and flags after them.
+    first = next((index for index, word in enumerate(options.flags) if word.startswith("-")), len(options.flags))
+    words, flags = options.flags[:first], options.flags[first:]
+    if options.recipe and is_axis(options.recipe) and not os.path.isfile(options.recipe):
+        words.insert(0, options.recipe)  # argparse has stored the first axis as the recipe
+        options.recipe = None
+    if late := next((word for word in flags if is_axis(word) and word.partition("=")[0] in catalogue()), None):
+        raise config_error(late, "comes after a flag", f"put {late} before the flags")
     if options.resume is not None:
         if words or flags or options.recipe or options.config or options.name or options.new or options.search:
             fix = "leave out recipe, keys, --name, --new and --search"
@@ -120,37 +126,6 @@ def choose_backend(options: argparse.Namespace) -> Backend:
     return Backend(chosen_profile(options) if options.slurm else None, options.max_parallel)
 
 
-def _split_axes_and_flags(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Split the remaining words of the command line into axes (``KEY=VALUES``) and the flags after them.
-
-    If argparse stored the first axis as the recipe, move it to the axes and set ``options.recipe`` to None. Raise
-    ConfigError for an axis after a flag.
-    """
-    first = next((index for index, word in enumerate(options.flags) if word.startswith("-")), len(options.flags))
-    words, flags = options.flags[:first], options.flags[first:]
-    if options.recipe and is_axis(options.recipe) and not os.path.isfile(options.recipe):
-        words.insert(0, options.recipe)
-        options.recipe = None
-    late = next((word for word in flags if is_axis(word) and word.partition("=")[0] in catalogue()), None)
-    if late:
-        raise config_error(late, "comes after a flag", f"put {late} before the flags")
-    return words, flags
-
-
-@dataclass(frozen=True)
-class _TranslatedSpec(SweepSpec):
-    """A sweep for which an extension translates the values of each trial to recipe flags."""
-
-    translated: FlagsOf = field(kw_only=True)
-
-    def make_flags(self, values: Mapping[str, str]) -> list[str]:
-        """Return the recipe flags of the trial with these values: the extension's, then the flags of all trials.
-
-        ``values`` maps recipe keys to texts.
-        """
-        return [*self.translated(values), *self.flags]
-
-
 class TranslatedSweep(Sweeper):
     """The sweeper that an extension uses to start a sweep from the options of another tool."""
 
@@ -196,5 +171,5 @@ class TranslatedSweep(Sweeper):
         for an unfinished sweep. Raise ConfigError if a recipe or plan is wrong.
         """
         options = self._options
-        spec = _TranslatedSpec(recipe, axes, flags, options.task, self._search, translated=flags_of)
+        spec = SweepSpec(recipe, axes, flags, options.task, self._search, flags_of)
         return start_sweep(spec, self._backend, os.environ, options.new, options.dry_run, elsewhere)

@@ -74,31 +74,9 @@ class Proposals:
         return trials
 
     def __iter__(self) -> Iterator[int]:
-        """Yield each trial when it may run; the caller calls ``report`` before it requests the next one."""
-        self._reconcile_with_study()
-        for index in self.sweep.find_unfinished_trials():
-            yield self._ensure_run_directory(index)
-        while len(self._trials) < self.search.trials and self._propose_trial():
-            yield self._ensure_run_directory(len(self._trials) - 1)
+        """Yield each trial when it may run; the caller calls ``report`` before it requests the next one.
 
-    def report(self, index: int, code: int) -> None:
-        """Report a trial's metric or failure to Optuna, and write it to ``sweep.json``.
-
-        A stopped trial (``code`` 75) is not reported, since it resumes later. A completed trial without the metric
-        counts as failed.
-        """
-        if code == EXIT_STOPPED:
-            return
-        value = sweeps.read_metric_value(self.sweep.trial_dir(index), self.search.metric) if code == 0 else None
-        if code == 0 and value is None:
-            say(f"{self.sweep.names[index]} has no {self.search.metric} and is reported to Optuna as failed")
-        self._report_to_optuna(self._trials[index]["number"], value)
-        self._trials[index]["value"] = value
-        self._write_record()
-
-    def _reconcile_with_study(self) -> None:
-        """Make Optuna's study and ``sweep.json`` agree, in case the search was killed between their updates.
-
+        First, Optuna's study and ``sweep.json`` are made to agree, in case the search was killed between their updates.
         A trial that is only in the study is reported to Optuna as failed. A result that is only in the study is added
         to the record. For other trials without a result, wait until their runs have ended, and report the completed
         runs. The others stay without a result. Raise ConfigError if a run still runs after 5 minutes.
@@ -119,6 +97,25 @@ class Proposals:
                 time.sleep(0.5)
             if self.sweep.status(index) == COMPLETED:
                 self.report(index, 0)
+        self._write_record()
+        for index in self.sweep.find_unfinished_trials():
+            yield self._ensure_run_directory(index)
+        while len(self._trials) < self.search.trials and self._propose_trial():
+            yield self._ensure_run_directory(len(self._trials) - 1)
+
+    def report(self, index: int, code: int) -> None:
+        """Report a trial's metric or failure to Optuna, and write it to ``sweep.json``.
+
+        A stopped trial (``code`` 75) is not reported, since it resumes later. A completed trial without the metric
+        counts as failed.
+        """
+        if code == EXIT_STOPPED:
+            return
+        value = sweeps.read_metric_value(self.sweep.trial_dir(index), self.search.metric) if code == 0 else None
+        if code == 0 and value is None:
+            say(f"{self.sweep.names[index]} has no {self.search.metric} and is reported to Optuna as failed")
+        self._report_to_optuna(self._trials[index]["number"], value)
+        self._trials[index]["value"] = value
         self._write_record()
 
     def _propose_trial(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from grpo_recipes.cli.sweeps import FlagsOf
 from grpo_recipes.console.report.comparison import BOOKKEEPING_KEYS
 from grpo_recipes.errors import ConfigError, Problem, collect_results, config_error, translate_errors
 from grpo_recipes.recipe import Recipe
@@ -65,12 +66,15 @@ class SweepSpec:
     flags: Sequence[str] = ()  # recipe flags of all trials
     task: str | None = None  # value of --task
     search: Search | None = None  # None to run every combination
+    flags_of: FlagsOf | None = None  # translates the values of a trial, for the sweep of an extension
 
     def make_flags(self, values: Mapping[str, str]) -> list[str]:
         """Return the recipe flags of the trial with these values: the flags of all trials, then ``--KEY=VALUE``.
 
-        ``values`` maps recipe keys to texts.
+        ``values`` maps recipe keys to texts. An extension's flags for the values come before the flags of all trials.
         """
+        if self.flags_of is not None:
+            return [*self.flags_of(values), *self.flags]
         return [*self.flags, *(f"--{key}={value}" for key, value in values.items())]
 
 
