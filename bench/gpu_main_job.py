@@ -333,7 +333,9 @@ STAGES = {
     "engine": Stage(run=run_engine),
     "file": Stage({"weight_sync": "file"}),
     "shared": Stage({"weight_sync": "shared"}),
-    "lora": Stage({"weight_sync": "lora", "use_peft": "true", "learning_rate": "1e-3"}),
+    "lora": Stage(
+        {"weight_sync": "lora", "use_peft": "true", "learning_rate": "1e-3", "bf16": "true"}, difference=BFLOAT16
+    ),
     "restart": Stage({"weight_sync": "restart"}, gpus=2),
     "nccl": Stage({"weight_sync": "nccl"}, gpus=2, no_cpu="NCCL needs GPUs"),
     "colocate": Stage(COLOCATE),
