@@ -181,6 +181,7 @@ def test_every_rank_draws_what_the_server_would_draw_for_its_rows(make: Any, mon
     def seeds_of(rank: int, sampling: SamplingParams, **keys: Any) -> list[int | None]:
         generation, engine = make(rank=rank, **keys), Engine.__new__(Engine)
         generation.generation_name = "4/0"
+        generation.tensor_parallel_size = generation._args.vllm_tensor_parallel_size
         monkeypatch.setattr(FakeEngine, "generate", lambda _, prompts, **kw: Engine.generate(engine, prompts, **kw))
         monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts, *_: trl_generates(self, prompts))
 
@@ -201,6 +202,9 @@ def test_every_rank_draws_what_the_server_would_draw_for_its_rows(make: Any, mon
     assert len(set(every)) == 12
     assert seeds_of(0, plain, run_seed=None) == [None]
     assert seeds_of(0, SamplingParams(seed=3)) == [3]  # from generation_kwargs
+    # Both ranks of one model sample all of its rows, on GPUs from random states that differ in an evaluation.
+    shared: dict[str, Any] = {"run_seed": None, "seed": 7, "vllm_tensor_parallel_size": 2}
+    assert seeds_of(0, plain, **shared) == seeds_of(1, plain, **shared) == every[:6]
 
 
 def test_a_generation_is_given_up_when_the_run_is_asked_to_stop(

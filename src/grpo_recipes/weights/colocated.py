@@ -31,8 +31,10 @@ BRIDGE = "colocate"  # the name in messages of the guard
 class ColocatedGeneration(SamplingSeeds, Generation):
     """TRL's generation with a vLLM engine in each training process.
 
-    Sampling seeds of prompts derive from ``run_seed``. With ``None``, vLLM uses its own seed. If ``stop`` is requested,
-    a running generation ends early with missing completions.
+    Sampling seeds of prompts derive from ``run_seed``. With ``None``, vLLM uses its own seed. Ranks that share a model
+    must draw the same tokens, but an evaluation gives each rank its own random state. With tensor parallelism, ``None``
+    therefore means the seed of ``args``. If ``stop`` is requested, a running generation ends early with missing
+    completions.
     """
 
     llm: "Engine"
@@ -40,6 +42,8 @@ class ColocatedGeneration(SamplingSeeds, Generation):
     def __init__(self, *, args: GRPOConfig, run_seed: int | None, stop: StopRequest, **kwargs: Any) -> None:
         """Start vLLM, then seed the process again: vLLM has given every rank the same fixed seed."""
         self._args, self._guards, self._run_seed, self._stop = args, args.weight_guard, run_seed, stop
+        if run_seed is None and args.vllm_tensor_parallel_size > 1:
+            self._run_seed = args.seed
         self.transfers = 0  # number of weight loads so far
         self.checksum_error: str | None = None  # why the last load failed the checksum in this process
         self._held: dict[str, Any] = {}  # vLLM's first report of its parameters
