@@ -15,6 +15,7 @@ import xxhash
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.fetch.assets import find_assets
+from grpo_recipes.launch import run as launch_run
 from grpo_recipes.launch.attempt import freeze_inputs
 from grpo_recipes.launch.resolve import Options, choose_names, resolve_run
 from grpo_recipes.launch.run import launch
@@ -329,7 +330,7 @@ def test_publishing_reads_back_only_what_it_has_no_digest_of(tmp_path, monkeypat
     staged = stage(tmp_path, 5)
     known = {"global_step/rank_0.pt": compute_digest(staged / "global_step/rank_0.pt"), "gone.pt": "0" * 32}
     read = []
-    monkeypatch.setattr(checkpoints, "compute_digest", lambda path: read.append(path.name) or compute_digest(path))
+    monkeypatch.setattr(checkpoints, "compute_digest", lambda path, *_: read.append(path.name) or compute_digest(path))
     publish_checkpoint(staged, tmp_path, 5, 2, known)
     assert sorted(read) == ["empty", "model.safetensors", "trainer_state.json"]
     monkeypatch.undo()
@@ -489,7 +490,8 @@ def test_a_kill_between_our_own_writes_leaves_no_record_that_is_wrong(run, capsy
     assert f"has no {RECORD}" in capsys.readouterr().out
 
 
-def test_a_resume_without_an_intact_checkpoint_is_refused_before_anything_begins(run) -> None:
+def test_a_resume_without_an_intact_checkpoint_is_refused_and_leaves_the_summary(run, monkeypatch) -> None:
+    monkeypatch.setattr(launch_run, "make_smoke_task", lambda *_: None)
     folder, before = run.folder / "checkpoints", (run.folder / "summary.json").read_bytes()
     (folder / "partial" / "checkpoint-3").mkdir(parents=True)
     (folder / "partial" / "checkpoint-3" / "model.safetensors").write_bytes(b"weights")
@@ -500,6 +502,7 @@ def test_a_resume_without_an_intact_checkpoint_is_refused_before_anything_begins
     ):
         launch(Options(resume=str(run.folder), allow_changed_code=True))
     assert (run.folder / "summary.json").read_bytes() == before and is_complete(folder / "checkpoint-3")
+    assert not (run.folder / "processes" / "trainer.json").exists()
 
 
 def test_few_bytes_are_read_back_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

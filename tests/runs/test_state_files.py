@@ -239,11 +239,11 @@ def test_a_stop_before_an_attempt_begins_reaches_it_and_an_older_one_does_not(
         stop_seen.append((attempt.run.folder / "stop").exists())
         return Ending(EXIT_STOPPED, "x")
 
-    def verify_while_stopped(folder: Path, say: object) -> None:  # after the run is claimed
+    def look_while_stopped(folder: Path) -> None:  # after the run is claimed
         if stop_requested:
             assert main(["stop", str(folder.parent)]) == 0
 
-    monkeypatch.setattr(launch_run, "find_verified_checkpoint", verify_while_stopped)
+    monkeypatch.setattr(launch_run, "require_checkpoint", look_while_stopped)
     resumed(whole, fake_supervise)
     assert stop_seen == [stop_requested]
 

@@ -69,6 +69,7 @@ class Attempt:
     serve_command: str | None = None
     started_at: float = field(default_factory=time.monotonic)
     trace: Trace = field(default_factory=lambda: Trace(LAUNCHER))
+    previous_summary: Mapping[str, Any] = field(default_factory=dict)  # ``summary.json`` before this attempt
 
     def server_address(self) -> tuple[str, int, str]:
         """Return host, port and token of the vLLM server."""
@@ -84,6 +85,25 @@ class Attempt:
         if self.serve_command:
             say(f"the server's URL changes; start your environments again with: {self.serve_command}")
 
+    def restore_summary(self) -> None:
+        """Write the summary that the run had before this attempt, which ends without having started a trainer."""
+        if self.previous_summary:
+            write_json(self.run.folder / "summary.json", self.previous_summary)
+
+    def rewind(self) -> None:
+        """Rewind the run again, because its newest checkpoint was damaged, and correct the recorded steps."""
+        say(rewind_to_checkpoint(self.run))
+        self.first_step = newest_step(self.run)
+        path = self.run.folder / "summary.json"
+        summary = read_json(path)
+        write_json(path, {**summary, "resumed_at": [*summary.get("resumed_at", ())[:-1], self.first_step]})
+        updates = self.run.identity.get("updated_rewards", [])
+        if any(update["after_step"] > self.first_step for update in updates):
+            with recording_changes(self.run.folder):
+                for update in updates:
+                    update["after_step"] = min(update["after_step"], self.first_step)
+                write_json(self.run.folder / "run.json", self.run.identity)
+
 
 def prepare_attempt(
     run: Run, recipe: Recipe, plan: Plan, names: Names, resources: Resources, workers: NodeWorkers,
@@ -97,6 +117,7 @@ def prepare_attempt(
     folders are removed.
     """
     previous = read_json(run.folder / "summary.json")
+    previous_summary = dict(previous)
     if previous.get("status") == SUBMITTED:
         previous.clear()  # no attempt has started yet
     resume_note = rewind_to_checkpoint(run) if previous else ""  # first, because it may reject the resume
@@ -130,8 +151,9 @@ def prepare_attempt(
         write_json(run.folder / "summary.json", summary)
         undo.pop_all()
     return Attempt(
-        run, recipe, plan, names, scratch, environment, resume_note, workers, first_step, serve_command=serve_command
-    )
+        run, recipe, plan, names, scratch, environment, resume_note, workers, first_step, serve_command=serve_command,
+        previous_summary=previous_summary,
+    )  # fmt: skip
 
 
 def freeze_inputs(run: Run, recipe: Recipe, plan: Plan, update_rewards: bool = False) -> None:

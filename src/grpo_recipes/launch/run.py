@@ -8,18 +8,16 @@ import os
 import secrets
 import shutil
 import signal
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from graphlib import TopologicalSorter
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from grpo_recipes.errors import EXIT_STOPPED, ConfigError
-from grpo_recipes.fetch.assets import ensure_assets, find_assets, record_assets
+from grpo_recipes.errors import EXIT_CONFIG_ERROR, EXIT_STOPPED, ConfigError
+from grpo_recipes.fetch.assets import ensure_assets, record_assets
 from grpo_recipes.fetch.built_in import create_smoke_task
 from grpo_recipes.launch import processes, resolve, stages
 from grpo_recipes.launch.attempt import (
@@ -30,23 +28,22 @@ from grpo_recipes.launch.attempt import (
     print_start,
     rewind_to_checkpoint,
 )
+from grpo_recipes.launch.dry_run import print_dry_run
 from grpo_recipes.launch.hooks import AllHooks
 from grpo_recipes.launch.monitor import Monitor, StoppedAtOnce, StopSignals
 from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, preflight_nodes, serve_node
 from grpo_recipes.launch.processes import Child, Ending, Group
 from grpo_recipes.launch.rendezvous import MeetingChannel
 from grpo_recipes.launch.restarts import Restarts
+from grpo_recipes.launch.verification import CheckpointsDamaged, Verification, require_checkpoint
 from grpo_recipes.paths import display_path
 from grpo_recipes.plan.commands import (
-    base_environment,
-    run_environment,
-    tracker_environment,
     with_processes,
     with_server_port,
 )
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.disk_space import require_disk_space
-from grpo_recipes.plan.plan import format_plan, make_plan, with_sources
+from grpo_recipes.plan.plan import make_plan, with_sources
 from grpo_recipes.plan.ports import (
     NotReady,
     PortTaken,
@@ -62,7 +59,6 @@ from grpo_recipes.plan.roles import remove_access_files
 from grpo_recipes.plan.types import MEETING_SECONDS, Process
 from grpo_recipes.process.listeners import find_listening_sockets
 from grpo_recipes.process.reports import format_bytes, print_line, say
-from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.process.terminal import OUTPUT
 from grpo_recipes.process.tree import become_subreaper, end_descendants, reap
 from grpo_recipes.process.waiting import wait_until
@@ -73,7 +69,7 @@ from grpo_recipes.runs.benchmark import write_benchmark
 from grpo_recipes.runs.checkpoints import find_verified_checkpoint
 from grpo_recipes.runs.progress import has_trained
 from grpo_recipes.runs.trace import LAUNCHER, Trace
-from grpo_recipes.secrets import mask_environment, mask_secrets
+from grpo_recipes.secrets import mask_secrets
 from grpo_recipes.smoke import SMOKE_SCHEME
 
 _PORT_SECONDS = 5.0  # a server's port is free within this time after the end of its processes
@@ -109,7 +105,7 @@ def _launch_one(options: resolve.Options, resources: Resources) -> tuple[int, ru
         resources = resources if resources.nodes else resources.on_nodes(meeting.nodes)
         channel = MeetingChannel(meeting, options.as_json())
     if options.dry_run:
-        return _print_dry_run(options, resources), None
+        return print_dry_run(options, resources), None
     if meeting is not None and meeting.rank > 0:
         run, recipe = resolve.resolve_run(options, resources)  # raises the errors of node 0 early
         is_finished = run is not None and resolve.is_finished(run, recipe, options)
@@ -125,7 +121,11 @@ def _launch_one(options: resolve.Options, resources: Resources) -> tuple[int, ru
         except StoppedAtOnce as stopped:
             workers.close(stopped.ending())
             return end_without_run(stopped.ending(), stop.wants_requeue, resources.job), None
-        ending = supervise(attempt, stop)
+        try:
+            ending = supervise(attempt, stop)
+        except CheckpointsDamaged:
+            attempt.restore_summary()
+            raise
         if ending.code == 0 and (stop.received or stop.requested) and attempt.run.identity.get("then"):
             ending = Ending(EXIT_STOPPED, "stopped on request before the next recipe")
         outcome = finish_attempt(attempt, ending, stop.wants_requeue, resources.job, options.benchmark)
@@ -172,7 +172,7 @@ def _prepare_launch(
         rundir.remove_files(rundir.stop_file(run.folder), run.folder / rundir.NO_REQUEUE)
         OUTPUT.start_log(run.folder)
         run = rundir.Run(run.folder)  # read again, because the previous launch may have written plan.json since
-        find_verified_checkpoint(run.folder / "checkpoints", say)  # takes seconds; signals can still end the launch
+        require_checkpoint(run.folder / "checkpoints")
         resolve.require_same_world_size(run, plan)
         if note := resolve.require_same_data_order(run, recipe, plan):
             notes.append(note)
@@ -193,28 +193,10 @@ def _prepare_launch(
     return replace(attempt, lock=lock, hooks=hooks, hook_lines=hook_lines, trace=trace)
 
 
-def _print_dry_run(options: resolve.Options, resources: Resources) -> int:
-    """Print the plan and the environment of each process, without creating anything. Return 0."""
-    run, recipe = resolve.resolve_run(options, resources)
-    names = resolve.choose_names(recipe, run)
-    sources = find_assets(recipe, os.environ, run.identity.get("sources") if run else None)
-    plan = make_plan(recipe, resources, os.environ, names, sources)
-    placeholder = Path(tempfile.gettempdir()) / "grpo-dry-run"  # is never created
-    run_variables = run_environment(os.environ, Scratch(placeholder, placeholder), names.run_dir, names.served)
-    shared = {**base_environment(os.environ), **run_variables, **tracker_environment(recipe, os.environ)}
-    differences = {}
-    for process in plan.processes:
-        environment = process.full_environment(shared)
-        changed = {name: value for name, value in environment.items() if os.environ.get(name) != value}
-        removed = {name: "(removed)" for name in os.environ if name not in environment}
-        differences[process.name] = mask_environment({**changed, **removed})
-    print(format_plan(plan, differences))
-    return 0
-
-
 def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
-    """Run the processes of an attempt and return how they ended; no exception is raised for a failure.
+    """Run the processes of an attempt and return how they ended.
 
+    The only failure that raises an exception is CheckpointsDamaged: no trainer has started then.
     At the end, no process and no scratch folder of the run is left, also on other nodes. The clean-up ignores signals.
     """
     ending = Ending(1, "the launcher failed")
@@ -224,6 +206,9 @@ def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
         ending = make_smoke_task(attempt, stop) or Supervisor(attempt, stop).run()
     except StoppedAtOnce as stopped:
         ending = stopped.ending()
+    except CheckpointsDamaged as error:
+        ending = Ending(EXIT_CONFIG_ERROR, str(error))  # for the workers of other nodes
+        raise
     except ConfigError as error:
         ending = Ending(1, str(error.problems[0]))  # not exit code 2, which means that nothing was started
     except Exception as error:
@@ -270,6 +255,7 @@ class Supervisor:
         self._groups = self._monitor.groups
         self._stopping = lambda: stop.requested
         self._restarts = Restarts(attempt.recipe.server.restarts)
+        self._verification = Verification(attempt.run.folder / "checkpoints")
         self._epoch = 1  # number of the current server; each new server gets the next number
         self._model: str | None = None  # the newest model from the trainer for the server
         self._trained = False  # whether training is over and processes that only training needs have ended
@@ -281,6 +267,11 @@ class Supervisor:
     def run(self) -> Ending:
         """Start the processes, restart lost ones, and return how the run ended; other processes may still run then."""
         become_subreaper()
+        with self._verification:
+            return self._run_to_the_end()
+
+    def _run_to_the_end(self) -> Ending:
+        """Start the processes and restart lost ones; return how the run ended."""
         monitor = self._monitor
         while True:
             ending = self._start_missing()
@@ -396,10 +387,13 @@ class Supervisor:
     def _start_role(self, role: str) -> Group:
         """Start the processes of a role on their nodes and return them as a group.
 
+        For trainers, first wait until the checkpoint of a resumed run is verified, and rewind the run if it is damaged.
         For a server, first write a new token to every node's token file, and the state "starting" to the run directory.
         If another process listens on its port, the server moves to another port. Raise ConfigError if the user set it.
         """
         attempt = self._attempt
+        if self._planned[role][0].trains and self._verification.wait(self._monitor.tick):
+            attempt.rewind()
         if self._planned[role][0].ready == "serving":
             self._leave_taken_port()
             token = secrets.token_hex(16)  # a client may have sent the old token to a foreign listener

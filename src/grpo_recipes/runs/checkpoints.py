@@ -8,7 +8,6 @@ writing the file. It detects damage and edits, not forgery. No torch.
     checkpoint = find_verified_checkpoint(run.folder / "checkpoints", print)
 """
 
-import hashlib
 import itertools
 import json
 import os
@@ -38,16 +37,34 @@ _RECORDED = (
 )  # fmt: skip
 _FEW_BYTES = 64 * 2**20
 _MOST_THREADS = 4
+_BUFFER_BYTES = 2**20
 _RESTORE = (
     "restore the file that the run wrote, change the recipe with a flag (--KEY VALUE), or add --allow-changed-code"
 )
 new_digest = xxhash.xxh3_128
 
 
-def compute_digest(path: Path) -> str:
-    """Return the XXH3 digest of a file's bytes as hexadecimal text."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, new_digest).hexdigest()
+class VerificationStopped(Exception):
+    """The caller of a verification does not need its result any more."""
+
+
+def never() -> bool:
+    """Return False."""
+    return False
+
+
+def compute_digest(path: Path, stopped: Callable[[], bool] = never) -> str:
+    """Return the XXH3 digest of a file's bytes as hexadecimal text.
+
+    Raise VerificationStopped soon after ``stopped()`` becomes true.
+    """
+    digest, buffer = new_digest(), memoryview(bytearray(_BUFFER_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            if stopped():
+                raise VerificationStopped
+            digest.update(buffer[:size])
+    return digest.hexdigest()
 
 
 def _new_thread_pool() -> ThreadPoolExecutor:
@@ -56,10 +73,12 @@ def _new_thread_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, min(_MOST_THREADS, cores)), "digests")
 
 
-def _find_changed_files(folder: Path, names: Iterable[str], digests: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _find_changed_files(
+    folder: Path, names: Iterable[str], digests: Mapping[str, str], stopped: Callable[[], bool] = never
+) -> Iterator[tuple[str, str]]:
     """Read files in several threads; yield name and fault of each file that is unreadable or has another digest.
 
-    ``digests`` maps the names to the expected digests.
+    ``digests`` maps the names to the expected digests. Raise VerificationStopped soon after ``stopped()`` becomes true.
     """
 
     def find_difference(name: str) -> tuple[str, str]:
@@ -68,7 +87,7 @@ def _find_changed_files(folder: Path, names: Iterable[str], digests: Mapping[str
         A file without a digest there counts as changed. An unreadable file is a fault too: no OSError is raised.
         """
         try:
-            is_same = compute_digest(folder / name) == digests.get(name)
+            is_same = compute_digest(folder / name, stopped) == digests.get(name)
             return name, "" if is_same else "was changed since the run wrote it"
         except OSError as error:
             return name, f"cannot be read ({error.strerror})"
@@ -197,19 +216,21 @@ def find_newest_complete(folder: Path) -> Path | None:
     return next(iter(list_complete_checkpoints(folder)[::-1]), None)
 
 
-def find_verified_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
+def find_verified_checkpoint(
+    folder: Path, say: Callable[[str], None], stopped: Callable[[], bool] = never
+) -> Path | None:
     """Return the newest undamaged checkpoint in ``folder``, after verifying each of its bytes.
 
     Newer checkpoints that are damaged are renamed to ``checkpoint-6.damaged``, so that ``find_newest_complete`` then
     returns the same checkpoint for the ranks. Nothing is deleted. ``say`` prints a line for the user. Return None if no
     checkpoint was ever saved. If no checkpoint can be resumed, or the folder is a file, raise ConfigError and rename
-    nothing.
+    nothing. Soon after ``stopped()`` becomes true, raise VerificationStopped.
     """
     if folder.exists() and not folder.is_dir():
         raise config_error(display_path(folder), "is not a folder, but checkpoints are saved there", "move it away")
     damages: dict[Path, str] = {}
     for checkpoint in reversed(list_checkpoint_folders(folder)):
-        damage = find_damage(checkpoint, say)
+        damage = find_damage(checkpoint, say, stopped)
         if damage is None:
             for damaged, its_damage in damages.items():
                 suffixes = itertools.chain([".damaged"], (f".damaged-{number}" for number in itertools.count(2)))
@@ -225,11 +246,12 @@ def find_verified_checkpoint(folder: Path, say: Callable[[str], None]) -> Path |
     return None
 
 
-def find_damage(checkpoint: Path, say: Callable[[str], None]) -> str | None:
+def find_damage(checkpoint: Path, say: Callable[[str], None], stopped: Callable[[], bool] = never) -> str | None:
     """Describe the first damaged file of a checkpoint, for example "a is missing"; None if nothing is damaged.
 
     Every byte is read, with several threads. ``say`` prints a line before a long verification. A checkpoint that was
     saved without digests can't be verified: ``say`` prints a note, and the result is None if all sizes are correct.
+    Raise VerificationStopped soon after ``stopped()`` becomes true.
     """
     marker = _read_marker(checkpoint)
     if marker is None:
@@ -243,7 +265,7 @@ def find_damage(checkpoint: Path, say: Callable[[str], None]) -> str | None:
     if total > _LARGE_BYTES:
         say(f"verifying {checkpoint.name} ({total / 1e9:.0f} GB)")
     largest_first = sorted(files, key=files.__getitem__, reverse=True)
-    differences = _find_changed_files(checkpoint, largest_first, marker["digests"])
+    differences = _find_changed_files(checkpoint, largest_first, marker["digests"], stopped)
     return next((f"{name} {fault}" for name, fault in differences), None)
 
 
