@@ -352,8 +352,8 @@ SAID = {
 # Messages that need a run, a cluster or a broken machine: fixed parts of them -> the file that says them.
 WRITTEN_IN = {
     "add the line #SBATCH ": "src/grpo_recipes/plan/preflight.py",
-    "set NETWORK_INTERFACE to the interface that joins them": "src/grpo_recipes/launch/nodes.py",
-    ", or open the firewall between them": "src/grpo_recipes/launch/nodes.py",
+    "set NETWORK_INTERFACE to the interface that joins them": "src/grpo_recipes/launch/addresses.py",
+    ", or open the firewall between them": "src/grpo_recipes/launch/addresses.py",
     "and a job installs nothing; on the login node run:": "scripts/setup.sh",
     "no answer from a package index:": "scripts/setup.sh",
     "replace it with:": "scripts/setup.sh",

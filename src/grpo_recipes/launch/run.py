@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from graphlib import TopologicalSorter
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 

@@ -121,7 +121,7 @@ def choose_free_ports(
             user = (users or ["in use by another process"])[0]
             notes.append(f"port {planned} ({key}) is {user}; using {port}")
         chosen[key] = port
-    replicas = None
+    replicas: int | None = None
     if ports.replicas is not None:
         is_usable = partial(_reserve_if_free, chosen.values(), host, None)
         if (replicas := next(filter(is_usable, _list_candidate_ports(ports.replicas)), None)) is None:
