@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from grpo_recipes.errors import ConfigError
+from grpo_recipes.extensions.environments.environment_python import fingerprint_packages
 from grpo_recipes.extensions.environments.stage import PLAY, hash_turn, parse_turn
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import check
@@ -129,7 +131,8 @@ def test_a_python_or_library_that_is_missing(read: Read, tmp_path: Path) -> None
     newer = packages / "verifiers-0.4.0.dist-info"
     newer.mkdir()
     (problem,) = check(read(**keys), {})
-    assert problem.what == "verifiers-0.4.0 in environment_python has another interface"
+    what = "verifiers-0.4.0 in environment_python has only tasksets and harnesses (supported: 0.1.10 to 0.3)"
+    assert problem.what == what
     assert problem.fix == f"install it with: uv pip install --python {folder}/bin/python 'verifiers<0.4'"
     newer.rmdir()
     install_fakes(packages)
@@ -166,18 +169,36 @@ def test_a_batch_equals_the_batch_of_our_python_and_a_resume_needs_the_same_pack
     assert all(torch.equal(ours[name], others[name]) for name in ("completion_ids", "completion_mask", "advantages"))
     assert not (tmp_path / "ours/rewards/environment_packages.json").exists()
     record = tmp_path / "run/rewards/environment_packages.json"
-    assert "verifiers-0.3.99" in json.loads(record.read_text())
+    assert any(name.startswith("verifiers-0.3.99 ") for name in json.loads(record.read_text()))
     (tmp_path / "rewards").mkdir()
     record = shutil.copyfile(record, tmp_path / "rewards/environment_packages.json")
     recipe: dict[str, Any] = {**KEYS, "environment": f"{FILE}:Sums", "environment_python": str(other)}
-    assert check(read(**recipe), {}) == []
+    new_run = read(**recipe)
+    resumed = replace(new_run, frozen=True)
+    assert check(resumed, {}) == []
     changed = other / "lib" / next((other / "lib").iterdir()).name / "site-packages/verifiers-0.3.100.dist-info"
     changed.mkdir()
     try:
-        (problem,) = check(read(**recipe), {})
-        message = "packages of environment_python changed since the run started (verifiers-0.3.100)"
-        assert problem.what == message and problem.fix.startswith("restore them, or delete ")
+        (problem,) = check(resumed, {})
+        message = (
+            "versions or files of packages in environment_python changed since the run started (verifiers-0.3.100)"
+        )
+        assert problem.what == message and problem.fix.startswith("install the earlier packages, or delete ")
+        assert check(new_run, {}) == [], "a new run may use other packages"
         record.unlink()
-        assert check(read(**recipe), {}) == []
+        assert check(resumed, {}) == []
     finally:
         changed.rmdir()
+
+
+def test_packages_are_compared_by_version_and_files(tmp_path: Path) -> None:
+    packages = make_venv(tmp_path / "venv")
+    (package := packages / "games-1.0.dist-info").mkdir()
+    python, record = tmp_path / "venv/bin/python", package / "RECORD"
+    record.write_text("games.py,sha256=a,9\ngames-1.0.dist-info/INSTALLER,sha256=b,3\n../../../bin/games,sha256=c,9\n")
+    (first,) = fingerprint_packages(python)
+    record.write_text("../../../bin/games,sha256=d,9\n__pycache__/games.cpython-311.pyc,,\ngames.py,sha256=a,9\n")
+    assert fingerprint_packages(python) == [first], "another installer"
+    record.write_text("games.py,sha256=e,9\n")
+    (other,) = fingerprint_packages(python)
+    assert other != first and other.startswith("games-1.0 ")

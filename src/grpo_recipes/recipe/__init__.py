@@ -43,6 +43,7 @@ class Recipe(Sections):
     notes: list[str] = field(default_factory=list)  # remarks about accepted settings, one line each
     broken: frozenset[str] = frozenset()  # keys with an invalid value; empty after ``read_recipe``
     entry: str | None = None  # the user's entry script of the trainers; None for the script of the task
+    frozen: bool = False  # whether a run continues with it: ``read_frozen`` read it from the run's folder
 
     @property
     def run_name(self) -> str:
@@ -107,7 +108,7 @@ def read_frozen(
         file, _, line = value.source.rpartition(":")
         if file == display_path(path):
             recipe = recipe.with_value(key, Value(value.value, lines[int(line) - 2].removeprefix("# ")))
-    return recipe
+    return replace(recipe, frozen=True)
 
 
 def read_recipe(

@@ -1,8 +1,11 @@
 """The key ``environment_python``: another virtual environment, whose Python runs the environments. No torch.
 
-A run records the packages that are installed there at its first start. A resume with other packages is rejected.
+A run records the packages that are installed there at its first start. A resume with other packages is rejected. They
+are compared by version and, if pip or uv wrote one, by the list of their files (RECORD). Edits of a package after its
+installation are not noticed.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -60,19 +63,41 @@ def find_missing_library(python: Path, spec: str) -> list[Problem]:
         return []
     package = "'verifiers<0.4'" if kind == "verifiers" else kind.replace("_", "-")
     fix = f"install it with: uv pip install --python {display_path(python)} {package}"
-    message = f"{library} in environment_python" if is_new else f"'{kind}' is not installed in environment_python"
-    return [Problem("environment", f"{message}{' has another interface' if is_new else ''}", fix)]
+    message = f"'{kind}' is not installed in environment_python"
+    if is_new:
+        message = f"{library} in environment_python has only tasksets and harnesses (supported: 0.1.10 to 0.3)"
+    return [Problem("environment", message, fix)]
+
+
+def fingerprint_packages(python: Path) -> list[str]:
+    """Return the installed packages of a virtual environment as "NAME-VERSION HASH", sorted.
+
+    The hash covers the names and hashes of the package's files in its RECORD. It does not depend on the installer.
+    """
+    packages = python.parents[1].glob("lib/python*/site-packages/*.dist-info")
+    return sorted(f"{folder.name.removesuffix('.dist-info')} {_hash_files(folder)}" for folder in packages)
+
+
+def _hash_files(package: Path) -> str:
+    """Return a short hash of the lines of a RECORD, without scripts and files that the installer makes."""
+    record = package / "RECORD"
+    lines = record.read_text(encoding="utf-8").splitlines() if record.is_file() else []
+    files = [line for line in lines if not line.startswith(("..", package.name)) and "__pycache__" not in line]
+    return hashlib.sha256("\n".join(sorted(files)).encode()).hexdigest()[:12]
 
 
 def record_packages(python: Path, copies: Path) -> None:
     """Write the packages of ``python`` to the run's folder ``copies``, unless an earlier start has done it."""
     if not (copies / _RECORD).exists():
         copies.mkdir(exist_ok=True)
-        write_json(copies / _RECORD, list_packages(python))
+        write_json(copies / _RECORD, fingerprint_packages(python))
 
 
 def check_python(recipe: Recipe, environment: Any) -> Iterator[Problem]:
-    """Yield a problem if the interpreter is missing, or its packages differ from those at the start of this run."""
+    """Yield a problem if the interpreter is missing, or its packages differ from those at the start of a resumed run.
+
+    A new run with the recipe of another run may use other packages.
+    """
     python, key = find_python(recipe.__getitem__), "environment_python"
     keys = EnvironmentKeys(recipe)
     if python is None or not (keys.environment or keys.mixture):
@@ -83,9 +108,11 @@ def check_python(recipe: Recipe, environment: Any) -> Iterator[Problem]:
         yield recipe.problem(key, f"environment_python: no Python at '{display_path(python)}'", fix)
         return
     record = recipe.path.parent / REWARD_COPIES / _RECORD
-    if record.exists():
-        changed = sorted(set(list_packages(python)) ^ set(json.loads(record.read_text())))
-        if changed:
-            names = ", ".join(changed[:_MOST_NAMES]) + (", ..." if len(changed) > _MOST_NAMES else "")
-            message = f"packages of environment_python changed since the run started ({names})"
-            yield recipe.problem(key, message, f"restore them, or delete {display_path(record)} to use the new ones")
+    if recipe.frozen and record.exists():
+        changed = set(fingerprint_packages(python)) ^ set(json.loads(record.read_text()))
+        names = sorted({package.partition(" ")[0] for package in changed})
+        if names:
+            listed = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+            message = f"versions or files of packages in environment_python changed since the run started ({listed})"
+            fix = f"install the earlier packages, or delete {display_path(record)} to continue with the new ones"
+            yield recipe.problem(key, message, fix)
