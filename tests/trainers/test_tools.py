@@ -247,6 +247,13 @@ def test_tools_that_cannot_be_described_are_refused(tmp_path: Path) -> None:
             describe_tools(ScriptArguments(tools=tools).__getattribute__, tmp_path)
 
 
+def test_a_time_out_of_the_description_names_the_seconds(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("grpo_recipes.extensions.environments.tools._DESCRIBE_SECONDS", 0.5)
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(9)\ndef slow(): pass\n")
+    with pytest.raises(ConfigError, match=r"slow' was not imported and described within 0\.5 s.*less busy machine"):
+        describe_tools(ScriptArguments(tools=[f"{tmp_path}/slow.py:slow"]).__getattribute__, tmp_path)
+
+
 def test_a_template_without_tools_or_without_a_known_format_is_refused(make: Make, monkeypatch: Any) -> None:
     for template, told in (
         (smoke.CHAT_TEMPLATE, "leaves out the tools"),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from grpo_recipes.errors import config_error
 from grpo_recipes.extensions.environments.episode import make_environment_pool
 from grpo_recipes.recipe.user_code import load_object
+from grpo_recipes.rewards.child import TIME_LIMIT
 from grpo_recipes.rewards.score import Score, get_async_runner
 from grpo_recipes.rollouts.turns import Turn
 
@@ -122,6 +123,9 @@ def describe_tools(recipe: Callable[[str], Any], copies: Path) -> dict[str, Sche
     with make_environment_pool(recipe, copies, 1, DESCRIBE, _DESCRIBE_SECONDS) as pool:
         scores = pool.score(DESCRIBE, texts)
     for spec, score in zip(specs, scores, strict=True):
+        if score.reason == TIME_LIMIT:
+            problem = f"'{spec}' was not imported and described within {_DESCRIBE_SECONDS:g} s"
+            raise config_error(key, problem, "try again on a less busy machine, or import less in its file")
         if score.reason is not None:
             reason = " ".join(score.reason.split())
             fix = "add type hints, and a docstring that describes each argument under Args:"
