@@ -103,6 +103,15 @@ def test_rewards_keep_their_weights(rewards, weights, expected_weights, comment,
     assert comment in migration.text()
 
 
+def test_the_key_of_a_code_service_names_the_keys_to_set(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    provider = "reward_funcs: [code]\ncode_provider: e2b\ne2b_router_url: 10.0.0.1:8000\n"
+    Path("theirs.yaml").write_text(TRL + provider)
+    text = migrate(Path("theirs.yaml"), Path("my.yaml")).text()
+    assert "for E2B code_sandbox: e2b and reward_environment: [E2B_API_KEY]\n#   code_provider: e2b" in text
+    assert "code_sandbox: e2b calls E2B without a router\n#   e2b_router_url: 10.0.0.1:8000" in text
+
+
 @pytest.mark.parametrize(
     ("text", "key", "value"),
     [
