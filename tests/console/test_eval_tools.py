@@ -57,7 +57,12 @@ def evaluate(tmp_path: Path, server: Shopper, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
     (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")
     address = ["--base-url", server.url, "--served-model-name", "tiny", "--wait", "0", "--limit", "5"]
-    return lambda *options: main(["eval", RECIPE, *address, "--num-generations", "4", *options])
+
+    def run(*options: str) -> int:
+        recipe = () if options and options[0].endswith(".yaml") else (RECIPE,)
+        return main(["eval", *recipe, *options, *address, "--num-generations", "4"])
+
+    return run
 
 
 def lines(name: str) -> list[dict[str, Any]]:
@@ -104,6 +109,69 @@ def test_calls_beyond_the_limit_end_a_completion(evaluate) -> None:
     assert evaluate("--max_tool_calls", "1") == 0
     result = json.loads((OUT / "eval.json").read_text())
     assert result["pass@1"] == 0 and 0 < result["truncated"] < 1
+
+
+CLASS = """
+import json
+
+class Shop:
+    def __init__(self, file):
+        self.prices, self.calls = json.load(open(file)), 0
+
+    def reset(self, prompt, answer, **row):
+        self.question = prompt[-1]["content"]
+
+    def price(self, item: str) -> int:
+        '''Look up a price.
+
+        Args:
+            item: Name of the item.
+        '''
+        self.calls += 1
+        return self.prices[item]
+
+    def multiply(self, a: int, b: int) -> int:
+        '''Multiply two numbers.
+
+        Args:
+            a: First number.
+            b: Second number.
+        '''
+        self.calls += 1
+        return a * b
+
+    def get_reward(self):
+        return self.calls / 10
+
+def asked(completions, prompts, environments):
+    return [
+        environment.calls if environment.question == prompt[-1]["content"] else -1
+        for prompt, environment in zip(prompts, environments)
+    ]
+"""
+
+
+def test_environments_of_trl_are_played_and_their_state_is_stored(evaluate, server: Shopper, tmp_path: Path) -> None:
+    (own := tmp_path / "own.py").write_text(CLASS)
+    text = (REPOSITORY / RECIPE).read_text().replace("../smoke", f"{REPOSITORY}/recipes/smoke")
+    lines_of_recipe = [line for line in text.splitlines() if not line.startswith("tools:")]
+    prices = REPOSITORY / "recipes/environments/prices.json"
+    lines_of_recipe += [f"environment: {own}:Shop", f"environment_args: {{file: {prices}}}"]
+    (tmp_path / "own.yaml").write_text("\n".join([*lines_of_recipe, "reward_funcs: [pure_accuracy_math]", ""]))
+    names = ("pure_accuracy_math", "environment", "asked")
+    words = ("own.yaml", "--out", str(OUT), "--reward", *names[:2], f"{own}:asked")
+    assert evaluate(*words) == 0
+    completions = [completion for row in lines("scores.jsonl") for completion in row["completions"]]
+    right = [completion for completion in completions if completion["rewards"]["pure_accuracy_math"] == 1]
+    assert 0 < len(right) < len(completions) == 20
+    for completion in completions:
+        calls = sum(message["role"] == "tool" for message in completion["messages"])
+        assert calls == (2 if completion in right else 0)
+        assert [completion["rewards"][name] for name in names[1:]] == [pytest.approx(calls / 10), calls]
+    requests, scores = len(server.asked), lines("scores.jsonl")
+    (OUT / "scores.jsonl").unlink()
+    assert evaluate(*words) == 0
+    assert len(server.asked) == requests and lines("scores.jsonl") == scores, "scored again from the stored state"
 
 
 def test_other_code_of_a_tool_is_refused_for_the_same_file(evaluate, tmp_path: Path, capsys) -> None:

@@ -225,12 +225,13 @@ def test_the_recipes_own_accuracy_reward_judges() -> None:
     scorer = make_recipe_scorer(["format_tags", "pure_accuracy_math"], [None, strict], args, None)
     assert scorer.name == "pure_accuracy_math" and scorer.reward is strict
     problem = SimpleNamespace(prompt=[{"role": "user", "content": "1000?"}], gold="1000")
-    texts = [["<answer>1000</answer>", "<answer>1,000</answer>", "none"]]
-    assert scorer.scores([problem], texts) == [[1.0, 0.0, 0.0]]
+    texts = ["<answer>1000</answer>", "<answer>1,000</answer>", "none"]
+    completions = [[[{"role": "assistant", "content": text}] for text in texts]]
+    assert scorer.scores([problem], completions) == [[1.0, 0.0, 0.0]]
 
     default = make_recipe_scorer(["format_tags"], [None], SimpleNamespace(answer_matching="normalized"), None)
     assert default.name == "pure_accuracy_math"
-    assert default.scores([problem], texts) == [[1.0, 1.0, 0.0]]
+    assert default.scores([problem], completions) == [[1.0, 1.0, 0.0]]
 
 
 @pytest.mark.parametrize(("world", "parallel"), [(1, 1), (3, 1), (4, 2)])

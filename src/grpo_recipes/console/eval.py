@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_recipes.cli import command, option, recipe_name
 from grpo_recipes.console.chat import ensure_smoke_model, exit_on_sigterm, find_run_or_model
 from grpo_recipes.console.eval_results import summarize_scores, write_results
-from grpo_recipes.console.eval_tools import Tools, open_tools
+from grpo_recipes.console.eval_tools import RowPrompt, Tools, open_tools, restore_columns
 from grpo_recipes.console.filtered import KEPT_RATES, write_filtered
 from grpo_recipes.console.generate import (
     BACKEND,
@@ -50,10 +50,12 @@ from grpo_recipes.plan.devices import environment_device
 from grpo_recipes.process.reports import say
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.check import resolve_recipe
+from grpo_recipes.recipe.datafiles import ENVIRONMENTS
 from grpo_recipes.recipe.document import Value
 from grpo_recipes.recipe.generated import keys_of_data
 from grpo_recipes.recipe.registry import list_reward_models, reward_keys
 from grpo_recipes.recipe.row_filter import parse_range
+from grpo_recipes.recipe.sources import starts_from_rows
 from grpo_recipes.recipe.user_code import REWARD_COPIES, copy_path, missing_argument_problems
 from grpo_recipes.runs.checkpoints import is_complete, list_complete_checkpoints
 from grpo_recipes.runs.rundir import Run, load_json_mapping, remove_files
@@ -163,7 +165,7 @@ def _evaluate(options: argparse.Namespace) -> int:
             make_sampler = functools.partial(tools.sampler, tokenizer=tokenizer) if tools else None
             if not _sample_completions(subject, options, file, prompts, n, sampling, make_sampler):
                 return 1
-            scored = _score_completions(file, rows, {**settings, **code}, rewards, tokenizer)
+            scored = _score_completions(file, rows, {**settings, **code}, rewards, tokenizer, tools)
         except KeyboardInterrupt:
             say(f"interrupted; {display_path(out)} has the results so far. Continue with the same command")
             return EXIT_INTERRUPTED
@@ -358,7 +360,7 @@ def _load_prompts(subject: _Subject, tools: Tools | None) -> tuple[Rows, list[li
         raise config_error(
             recipe.location("vllm_max_model_length"), message, "raise it, or lower max_completion_length"
         )
-    return rows, ids, tokenizer
+    return rows, [RowPrompt(*pair) for pair in zip(ids, rows, strict=True)], tokenizer
 
 
 # --- sampling, scores, results ---------------------------------------------------------------------------------------
@@ -385,7 +387,8 @@ def _load_rewards(subject: _Subject, rows: Rows) -> Iterator[tuple[list["Reward"
         if subject.run and (subject.run.folder / REWARD_COPIES).is_dir():
             shutil.copytree(subject.run.folder / REWARD_COPIES, copies, ignore=shutil.ignore_patterns("limits_*"))
         with open_rewards(make_trainer_arguments(recipe), Path(folder)) as rewards:
-            if problems := list(missing_argument_problems(recipe, [dict.fromkeys(rows[0], "")], copies, live=None)):
+            live = [ENVIRONMENTS] if starts_from_rows(recipe.__getitem__) else None
+            if problems := list(missing_argument_problems(recipe, [dict.fromkeys(rows[0], "")], copies, live)):
                 raise ConfigError(*problems)
             files = {name: copy_path(name, copies) for name in names if ":" in name}
             keys = sorted({*reward_keys(names), "reward_timeout"})
@@ -442,8 +445,9 @@ def _sample_completions(
 
 
 def _score_completions(
-    completions: "CompletionsFile", rows: Rows, settings: dict[str, Any], rewards: "list[Reward]", tokenizer: Any
-) -> Rows:
+    completions: "CompletionsFile", rows: Rows, settings: dict[str, Any], rewards: "list[Reward]", tokenizer: Any,
+    tools: Tools | None,
+) -> Rows:  # fmt: skip
     """Score the completions, write them to ``scores.jsonl``, and return its rows, one per prompt.
 
     A completion has text, tokens (their number), truncated, rewards by name (None without a score), and maybe a
@@ -468,7 +472,8 @@ def _score_completions(
             ids = [sample["ids"] for _, sample in pairs]
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True)  # as in the trainer
             replies = [sample.get("messages") or text for (_, sample), text in zip(pairs, texts, strict=True)]
-            rewards_BR, reasons = call_rewards(rewards, [rows[index] for index, _ in pairs], ids, replies)
+            scored_rows = [rows[index] | restore_columns(tools, sample) for index, sample in pairs]
+            rewards_BR, reasons = call_rewards(rewards, scored_rows, ids, replies)
             results = iter(zip(pairs, texts, rewards_BR.tolist(), reasons, strict=True))
             for index in chunk:
                 entries = []

@@ -26,7 +26,16 @@ if TYPE_CHECKING:
     from grpo_recipes.rollouts.openai import CompletionClient, Failed, Sample, SamplingParameters
     from grpo_recipes.rollouts.source import SamplingTrainer, Source
 
+
 _BATCHES = 4  # batches of requests whose turns are sampled together, because some episodes end early
+
+
+class RowPrompt(list[int]):
+    """The token ids of a prompt, with its row of the dataset."""
+
+    def __init__(self, ids: Sequence[int], row: dict[str, Any]):
+        super().__init__(ids)
+        self.row = row
 
 
 @dataclass
@@ -49,19 +58,24 @@ class Tools:
         return ToolSampler(client, self.source, trainer)
 
 
+def restore_columns(tools: Tools | None, sample: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns that a completion of ``completions.jsonl`` adds to its row for rewards."""
+    return tools.source.restore_columns(sample["columns"]) if tools and "columns" in sample else {}
+
+
 @contextmanager
 def open_tools(recipe: Recipe, weights: str, copies: Path | None) -> Iterator[Tools | None]:
     """Start the recipe's tools, and end them after the block. Yield None for a recipe without tools.
 
     ``weights`` is the model's folder or hub id, and ``copies`` a run's folder with copies of the user's code. Raise
-    ConfigError for a recipe with an environment, and if a tool can't be described.
+    ConfigError for a recipe whose environment gives the prompts, and if a tool can't be described.
     """
     lookup = recipe.__getitem__
     sampler = sampler_of(lookup)
     if sampler is None:
         yield None
         return
-    if not sampler.reads_datasets(lookup) or sampler.starts_from_rows(lookup):
+    if not sampler.reads_datasets(lookup):
         problem = "grpo eval samples without the recipe's environment"
         fix = "use a recipe with a dataset_name and without environment"
         raise config_error(display_path(recipe.path), problem, fix)
@@ -89,7 +103,7 @@ class ToolSampler:
     def iterate_completed(
         self, prompts: Sequence[Sequence[int]], n: int, sampling: "SamplingParameters", seeds: Sequence[int]
     ) -> Iterator[tuple[int, list["Sample | Failed"]]]:
-        """Yield the index of each prompt with its ``n`` completions; ``seeds`` has a seed per prompt.
+        """Yield the index of each prompt, a RowPrompt, with its ``n`` completions; ``seeds`` has a seed per prompt.
 
         The turns of ``_BATCHES`` times the client's requests are sampled together. A completion is a ``Failed`` if one
         of its turns is missing.
@@ -100,14 +114,13 @@ class ToolSampler:
         for start in range(0, len(prompts), count):
             chunk = range(start, min(start + count, len(prompts)))
             episode_seeds = [derive_seed(seeds[index], number) for index in chunk for number in range(n)]
-            completions = self._play(
-                [list(prompts[index]) for index in chunk for _ in range(n)], episode_seeds, sampling
-            )
+            chunk_prompts = [cast("RowPrompt", prompts[index]) for index in chunk for _ in range(n)]
+            completions = self._play(chunk_prompts, episode_seeds, sampling)
             for position, index in enumerate(chunk):
                 yield index, completions[position * n : (position + 1) * n]
 
     def _play(
-        self, prompts: list[list[int]], seeds: list[int], sampling: "SamplingParameters"
+        self, prompts: list[RowPrompt], seeds: list[int], sampling: "SamplingParameters"
     ) -> list["Sample | Failed"]:
         """Return a completion for each prompt, a ``Failed`` if a turn is missing."""
         from grpo_recipes.rollouts.openai import Failed, PlayedSample, Sample
@@ -122,13 +135,13 @@ class ToolSampler:
             return [turn.ids if isinstance(turn, Sample) else None for turn in turns]
 
         completions: list[Sample | Failed] = []
-        for played in self.source.play(prompts, seeds, self.trainer, sample):
+        rows = [prompt.row for prompt in prompts]
+        for played in self.source.play(prompts, seeds, self.trainer, sample, rows):
             if played is None:
                 completions.append(failures[0])
                 continue
-            text = "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in played.messages)
-            is_cut = played.unfinished or played.ids[-1] not in self.trainer.eos_token_ids
             logprobs = [0.0] * len(played.ids)  # not stored
-            reason = "length" if is_cut else "stop"
-            completions.append(PlayedSample(played.ids, logprobs, text, reason, played.messages, played.tokens))
+            reason = "length" if played.is_cut(self.trainer.eos_token_ids) else "stop"
+            turns = played.messages, played.tokens, played.columns
+            completions.append(PlayedSample(played.ids, logprobs, played.text, reason, *turns))
         return completions

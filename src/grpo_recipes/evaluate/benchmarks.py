@@ -20,6 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from grpo_recipes.data.problems import Fetched, load_rows, read_rows
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error
+from grpo_recipes.evaluate.turns import play_completions, render_chats, sample_shared_turns
 from grpo_recipes.fetch.assets import fingerprint
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.generated import GeneratedData, Scoring, generated
@@ -37,7 +38,7 @@ from grpo_recipes.recipe.sources import sampler_of
 from grpo_recipes.rewards.answers import extract_final_text
 from grpo_recipes.rewards.score import RewardWrapper, make_reward
 from grpo_recipes.rollouts.backends import Prompt, Sampling, Tokens, collect_sampling_keys, problem_seed
-from grpo_recipes.rollouts.source import SamplingTrainer
+from grpo_recipes.rollouts.source import PlayedCompletion, SamplingTrainer, Source
 from grpo_recipes.runs.rundir import read_json, write_json
 from grpo_recipes.secrets import mask_secrets
 from grpo_recipes.stats import pass_at_k_table
@@ -145,18 +146,19 @@ class Scorer:
     reward: Any
     """Called as TRL calls a reward."""
 
-    def scores(self, problems: Sequence[BenchmarkProblem], texts: Sequence[Sequence[str]]) -> list[list[float | None]]:
+    def scores(
+        self, problems: Sequence[BenchmarkProblem], completions: Sequence[Sequence[list[Message]]]
+    ) -> list[list[float | None]]:
         """Return the reward of each completion, (problems, samples): 1 right, 0 wrong, None unscored.
 
-        ``texts`` has the completions of each problem. The reward's limit ``give_up_after`` is removed for good.
+        ``completions`` has the messages of each completion. The reward's limit ``give_up_after`` is removed for good.
         """
         if isinstance(self.reward, RewardWrapper):
             self.reward.give_up_after = None
-        flat = [(problem, text) for problem, row in zip(problems, texts, strict=True) for text in row]
-        completions = [[{"role": "assistant", "content": text}] for _, text in flat]
+        flat = [(problem, messages) for problem, row in zip(problems, completions, strict=True) for messages in row]
         columns = {"prompts": [problem.prompt for problem, _ in flat], "answer": [problem.gold for problem, _ in flat]}
-        scores = iter(self.reward(completions=completions, **columns))
-        return [[next(scores) for _ in row] for row in texts]
+        scores = iter(self.reward(completions=[messages for _, messages in flat], **columns))
+        return [[next(scores) for _ in row] for row in completions]
 
 
 def make_recipe_scorer(names: Sequence[str], functions: Sequence[Any], script_args: Any, args: Any) -> Scorer:
@@ -274,7 +276,12 @@ class Runner:
             if self.on_main(self.stop_requested):
                 raise StoppedInBenchmarks(name, self.stage.progress)
             chunk, chunk_prompts = problems[start : start + step], prompts[start : start + step]
-            sampled = None if rollouts.only_main_rank_samples else rollouts.sample(chunk_prompts, sampling)
+            sampled = None
+            if not rollouts.only_main_rank_samples:
+                if self._turn_source is None:
+                    sampled = rollouts.sample(chunk_prompts, sampling)
+                elif not self.trainer.accelerator.is_main_process:
+                    sample_shared_turns(self._turn_source, self.trainer, sampling)
             self.on_main(partial(self._score_chunk, name, chunk, chunk_prompts, sampling, sampled, rows))
 
     def on_main(self, work: Callable[[], _Result]) -> _Result:
@@ -298,7 +305,8 @@ class Runner:
 
         Raise ValueError if a prompt with a completion of ``max_tokens`` does not fit ``vllm_max_model_length``.
         """
-        ids = self.trainer._tokenize_prompts([problem.prompt for problem in problems])[0]
+        chats = [problem.prompt for problem in problems]
+        ids = render_chats(self.trainer, chats) if self._turn_source else self.trainer._tokenize_prompts(chats)[0]
         limit = self.trainer.args.vllm_max_model_length if self.trainer.use_vllm else None
         longest = max(len(tokens) for tokens in ids)
         if limit is not None and longest + max_tokens > limit:
@@ -314,23 +322,42 @@ class Runner:
     ) -> None:  # fmt: skip
         """Score the completions of a chunk of problems, and append its rows to ``rows`` and to the benchmark's file.
 
-        ``sampled`` are the completions' token ids. With None, they are sampled here.
+        ``sampled`` are the completions' token ids. With None, they are sampled here. A source with turns plays them.
         """
-        completions = self.trainer.rollouts.sample(prompts, sampling) if sampled is None else sampled
-        decode, end_ids = self.trainer.processing_class.batch_decode, set(self.trainer.eos_token_ids)
-        texts = [decode(row, skip_special_tokens=True) for row in completions]
-        scores = self._make_scorer(name).scores(problems, texts)
+        source, end_ids = self._turn_source, set(self.trainer.eos_token_ids)
+        if source is not None:
+            played = play_completions(source, self.trainer, prompts, sampling)
+        else:
+            sampled = self.trainer.rollouts.sample(prompts, sampling) if sampled is None else sampled
+            played = [self._read_completions(row) for row in sampled]
+        messages = [[completion.messages for completion in completions] for completions in played]
+        scores = self._make_scorer(name).scores(problems, messages)
         chunk_rows, scoring = list[dict[str, Any]](), _find_scoring(name)
-        for problem, ids, answers, problem_scores in zip(problems, completions, texts, scores, strict=True):
+        for problem, completions, problem_scores in zip(problems, played, scores, strict=True):
+            answers = [completion.messages[-1]["content"] for completion in completions]
             row: dict[str, Any] = {
                 "problem": problem.prompt[-1]["content"], "gold": problem.gold, "scores": problem_scores,
-                "lengths": [len(tokens) for tokens in ids],
-                "truncated": [not tokens or tokens[-1] not in end_ids for tokens in ids],
+                "lengths": [completion.tokens for completion in completions],
+                "truncated": [completion.is_cut(end_ids) for completion in completions],
             }  # fmt: skip
             if scoring:
                 row[scoring.column] = [scoring.judge(extract_final_text(text), problem.gold) for text in answers]
-            chunk_rows.append({**row, "completions": [mask_secrets(answer) for answer in answers]})
+            texts = [completion.text for completion in completions] if source else answers
+            chunk_rows.append({**row, "completions": [mask_secrets(text) for text in texts]})
         self.add_rows(name, chunk_rows, rows)
+
+    @property
+    def _turn_source(self) -> Source | None:
+        """The source that samples the recipe's datasets turn by turn, e.g. because the policy has tools; or None."""
+        lookup = partial(getattr, self.args)
+        sampler = sampler_of(lookup)
+        return self.trainer.source if sampler is not None and sampler.reads_datasets(lookup) else None
+
+    def _read_completions(self, completions: list[Tokens]) -> list[PlayedCompletion]:
+        """Return sampled completions with their texts as messages."""
+        texts = self.trainer.processing_class.batch_decode(completions, skip_special_tokens=True)
+        messages = [[{"role": "assistant", "content": text}] for text in texts]
+        return [PlayedCompletion(*pair, len(pair[1]), False) for pair in zip(messages, completions, strict=True)]
 
     def add_rows(self, name: str, new_rows: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
         """Append ``new_rows`` to the benchmark's file, and to ``rows`` without the completions.
@@ -403,6 +430,7 @@ class Runner:
         """Return the step and all settings that change a benchmark's result. If one changes, the benchmark is rerun."""
         args, file = self.args, Path(os.path.expanduser(name))
         data = _find_generated_data(name)
+        source = self.trainer.source if self._is_played(name) else self._turn_source
         return {
             "problems": fingerprint(file) if is_file(name) and file.is_file() else None,
             "step": self.trainer.state.global_step, "seed": self.trainer.args.seed,
@@ -410,7 +438,7 @@ class Runner:
             "max_completion_length": self.trainer.args.max_completion_length,
             "max_problems": args.benchmark_max_problems, "reward": self._get_reward_name(name),
             **({data.scheme: data.fingerprint(partial(getattr, args))} if data and not data.in_files else {}),
-            **(self.trainer.source.benchmark_settings() if self.trainer.source and self._is_played(name) else {}),
+            **(source.benchmark_settings() if source else {}),
             "answer_matching": args.answer_matching, "system_prompt": args.system_prompt,
             "chat_template": args.chat_template, "chat_template_kwargs": self.trainer.args.chat_template_kwargs,
             **collect_sampling_keys(self.trainer),

@@ -69,6 +69,7 @@ class CompletionsFile:
         entries = [
             {"text": sample.text, "ids": sample.ids, "finish_reason": sample.finish_reason}
             | ({"messages": sample.messages, "tokens": sample.tokens} if isinstance(sample, PlayedSample) else {})
+            | ({"columns": sample.columns} if isinstance(sample, PlayedSample) and sample.columns else {})
             for sample in completions
         ]
         self.put(index, entries)

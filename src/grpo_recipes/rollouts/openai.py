@@ -80,6 +80,8 @@ class PlayedSample(Sample):
     """The turns of the model and the messages between them."""
     tokens: int
     """Number of ``ids`` that the model sampled."""
+    columns: dict[str, Any] | None
+    """Columns of its own for rewards, as JSON."""
 
 
 @dataclass(frozen=True)

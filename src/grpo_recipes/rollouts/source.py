@@ -3,7 +3,7 @@
 A source subclasses ``Source``. The trainer calls its hooks at fixed points of each generation.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,6 +26,17 @@ class PlayedCompletion(NamedTuple):
     """Number of ``ids`` that the model sampled."""
     unfinished: bool
     """Whether a limit ended it before its answer."""
+    columns: dict[str, Any] | None = None
+    """Columns of its own for rewards, as JSON. ``Source.restore_columns`` returns the values."""
+
+    @property
+    def text(self) -> str:
+        """All messages with their roles, for tables."""
+        return "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in self.messages)
+
+    def is_cut(self, end_ids: Collection[int]) -> bool:
+        """Return whether it is unfinished, or its last turn has no end token."""
+        return self.unfinished or not self.ids or self.ids[-1] not in end_ids
 
 
 class Source:
@@ -64,19 +75,26 @@ class Source:
         raise NotImplementedError
 
     def benchmark_settings(self) -> dict[str, Any]:
-        """Return the source's own settings that change the results of its benchmarks and of `grpo eval`."""
+        """Return the source's own settings that change the results of benchmarks and of `grpo eval`."""
         return {}
 
     def play(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], trainer: "SamplingTrainer",
         sample: Callable[[list[int], list[list[int]]], list[list[int] | None]],
+        rows: Sequence[Mapping[str, Any]] = (),
     ) -> list[PlayedCompletion | None]:  # fmt: skip
-        """Play an episode per prompt (token ids) without a trainer, for `grpo eval`. None if a turn is missing.
+        """Play an episode per prompt (token ids), for benchmarks and `grpo eval`. None if a turn is missing.
+
+        If rows of the dataset start the episodes, ``rows`` has the row of each prompt.
 
         ``sample`` gets the seeds and contexts of the next turns, and returns the token ids of each turn, or None if
         it failed. Only ``processing_class``, ``chat_template_kwargs`` and ``eos_token_ids`` of ``trainer`` are used.
         """
         raise NotImplementedError
+
+    def restore_columns(self, columns: dict[str, Any]) -> dict[str, Any]:
+        """Return the columns of a ``PlayedCompletion`` as rewards get them. The source must be open."""
+        return columns
 
     def close(self) -> None:
         """End the processes of this source."""

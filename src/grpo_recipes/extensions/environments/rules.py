@@ -123,8 +123,8 @@ RULES = (
     Rule("tools", lambda r: bool(EnvironmentKeys(r).tools) and _sets_environment(r.__getitem__),
         "tools and environment can't be combined: the prompts of tools come from a dataset",
         "remove tools, or let the environment run them"),
-    Rule("benchmarks", lambda r: uses_tools(r) and bool(r.evaluation.benchmarks),
-        "tools and benchmarks can't be combined: benchmarks sample without tools",
+    Rule("benchmarks", lambda r: uses_trl_environment(r.__getitem__) and bool(r.evaluation.benchmarks),
+        "benchmarks can't be combined with a TRL environment, whose reset needs the columns of its own dataset",
         "remove benchmarks, and set eval_strategy with eval_dataset_name"),
     Rule("{item}", lambda r: not _sets_environment(r.__getitem__) and [key for key in set_by_user(r, "environment_*")
         if key not in ("environment_args", "environment_mixture") and not (uses_tools(r) and key in _OF_TOOLS)],

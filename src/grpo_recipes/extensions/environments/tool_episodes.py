@@ -6,7 +6,7 @@ keeps the tokens and masks. Prompts and rewards come from the dataset and ``rewa
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from grpo_recipes.rollouts.source import PlayedCompletion, SamplingTrainer
 from grpo_recipes.rollouts.turns import Message, Turn, derive_seed
 
 LIMIT = "max_tool_calls"
+_MISSING = "a turn is missing"  # why an episode failed that was played without a trainer
 _KEYS = ("timeout", "memory_gib", "network", "turn_length")  # keys of environments that change the results of calls
 
 
@@ -71,35 +72,49 @@ class ToolEpisodes(Episodes):
         return Episode(row_index, "tools", json.dumps(row["prompt"]), 0)
 
     def benchmark_settings(self) -> dict[str, Any]:
-        """Return the keys of tools with their values, and a hash of each tool's code."""
+        """Return the keys of tools with their values, and a hash of the code of each tool or class."""
         names = ("tools", "max_tool_calls", *(f"environment_{name}" for name in _KEYS))
-        files = {spec: copy_path(spec, self._copies) for spec in self._script.tools}
+        files = {spec: copy_path(spec, self._copies) for spec in self._user_specs}
         paths = {spec: copy if copy.is_file() else source_path(spec) for spec, copy in files.items()}
         hashes = {spec: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for spec, path in paths.items() if path}
         return {**{name: getattr(self._script, name) for name in names}, **hashes}
 
     def play(
         self, prompts: Sequence[Tokens], seeds: Sequence[int], trainer: SamplingTrainer,
-        sample: Callable[[list[int], list[Tokens]], list[Tokens | None]],
+        sample: Callable[[list[int], list[Tokens]], list[Tokens | None]], rows: Sequence[Mapping[str, Any]] = (),
     ) -> list[PlayedCompletion | None]:  # fmt: skip
-        """Play an episode per prompt without a trainer; see ``Source.play``. Calls are seeded by ``seeds``."""
-        self.played = episodes = [
+        """Play an episode per prompt; see ``Source.play``. Calls are seeded by ``seeds``."""
+        self._name = ""  # calls of a training are seeded by its generations
+        self.played = [
             Episode(seed, "tools", "", seed, prompt_ids=list(prompt), turns=[Turn([])])
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        while active := [episode for episode in episodes if episode.active]:
-            turn_seeds = [derive_seed(episode.seed, len(episode.actions)) for episode in active]
-            samples = sample(turn_seeds, [episode.context() for episode in active])
-            for episode, ids in zip(active, samples, strict=True):
-                episode.failed = "a turn is missing" if ids is None else None
-            playing = [episode for episode in active if episode.active]
+        self._play_turns(seeds, trainer, sample)
+        return self._collect_played([None] * len(self.played))
+
+    def _play_turns(
+        self, seeds: Sequence[int], trainer: SamplingTrainer,
+        sample: Callable[[list[int], list[Tokens]], list[Tokens | None]],
+    ) -> None:  # fmt: skip
+        """Sample turns and run their calls until all episodes of ``played`` have ended; they have these ``seeds``."""
+        pairs = list(zip(self.played, seeds, strict=True))
+        while active := [(episode, seed) for episode, seed in pairs if episode.active]:
+            turn_seeds = [derive_seed(seed, len(episode.actions)) for episode, seed in active]
+            samples = sample(turn_seeds, [episode.context() for episode, _ in active])
+            for (episode, _), ids in zip(active, samples, strict=True):
+                episode.failed = _MISSING if ids is None else None
+            playing = [episode for episode, _ in active if episode.active]
             self.continue_episodes(playing, [ids for ids in samples if ids is not None], trainer)
+
+    def _collect_played(self, columns: Sequence[dict[str, Any] | None]) -> list[PlayedCompletion | None]:
+        """Return the completions of ``played`` with these columns for rewards; None if a turn is missing."""
         return [
-            None if episode.failed
+            None if episode.failed == _MISSING
             else PlayedCompletion(
-                messages, episode.ids, sum(turn is not None for turn in episode.turn_ids), bool(episode.unfinished)
+                messages, episode.ids, sum(turn is not None for turn in episode.turn_ids), bool(episode.unfinished),
+                values,
             )
-            for episode, messages in zip(episodes, self.completions(), strict=True)
+            for episode, messages, values in zip(self.played, self.completions(), columns, strict=True)
         ]  # fmt: skip
 
     def _request_answers(

@@ -5,13 +5,13 @@
 
 import json
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_recipes.extensions.environments.episode import Episode
+from grpo_recipes.extensions.environments.episode import Episode, Tokens
 from grpo_recipes.extensions.environments.episodes import Episodes
 from grpo_recipes.extensions.environments.stage import hash_turn, parse_turn
 from grpo_recipes.extensions.environments.tool_episodes import ToolEpisodes
@@ -21,7 +21,7 @@ from grpo_recipes.recipe.datafiles import ENVIRONMENTS
 from grpo_recipes.recipe.registry import SOURCE_REWARD
 from grpo_recipes.rewards.chance import make_call_seed
 from grpo_recipes.rewards.score import Score
-from grpo_recipes.rollouts.source import SamplingTrainer
+from grpo_recipes.rollouts.source import PlayedCompletion, SamplingTrainer
 
 
 class TRLEpisodes(ToolEpisodes):
@@ -90,24 +90,76 @@ class TRLEpisodes(ToolEpisodes):
         Only if ``reward_funcs`` has the reward ``environment``, ``get_reward`` is called, and an episode whose end
         fails is unscored. All ranks raise Stopped if any rank has seen a stop request.
         """
-        rewarded = SOURCE_REWARD in self._script.reward_funcs
-        playing = [episode for episode in self.played if not episode.failed]
-        for episode in playing:
-            self._sent[episode.row].actions.append(json.dumps({"reward": rewarded}))
+        playing = self._add_last_actions()
         with trainer.preemption.cutting_short(), trainer.rows.phase("score"):
             scores = self._ask(playing, trainer.preemption.stop.cuts)
         trainer.preemption.stop_if_agreed()
+        environments = self._restore(self._save_environments(playing, scores))
+        return {**Episodes._make_output(self, trainer), ENVIRONMENTS: environments}
+
+    def _add_last_actions(self) -> list[Episode]:
+        """Add the action that ends an episode to each that has not failed; return these episodes."""
+        playing = [episode for episode in self.played if not episode.failed]
+        for episode in playing:
+            self._sent[episode.row].actions.append(json.dumps({"reward": self._is_rewarded}))
+        return playing
+
+    @property
+    def _is_rewarded(self) -> bool:
+        """Whether the recipe uses the reward of ``get_reward``."""
+        return SOURCE_REWARD in self._script.reward_funcs
+
+    def _save_environments(self, playing: Sequence[Episode], scores: Sequence[Score]) -> list[str]:
+        """Store the rewards of episodes that ended with ``scores``; return each episode's environment as JSON."""
         saved = {episode.row: {"failed": episode.failed} for episode in self.played}
         for episode, score in zip(playing, scores, strict=True):
             if score.reason is not None:
-                saved[episode.row], episode.failed = {"failed": score.reason}, score.reason if rewarded else None
+                episode.failed = score.reason if self._is_rewarded else None
+                saved[episode.row] = {"failed": score.reason}
                 continue
             turn = parse_turn(score.value)
             saved[episode.row] = {"spec": self._script.environment, "state": str(turn.info["state"])}
             episode.turns[-1] = replace(episode.turns[-1], reward=turn.reward)
-        environments: list[Any] = [SavedEnvironment(json.dumps(saved[episode.row])) for episode in self.played]
+        return [json.dumps(saved[episode.row]) for episode in self.played]
+
+    def _restore(self, saved: Sequence[str]) -> list[Any]:
+        """Return environments, from JSON, as rewards get them: as texts, which another process loads, or loaded."""
+        environments: list[Any] = [SavedEnvironment(text) for text in saved]
         for environment in environments:
             environment.copies = self._copies
-        if self._script.reward_isolation == "none":
-            environments = pickle.loads(pickle.dumps(environments))
-        return {**Episodes._make_output(self, trainer), ENVIRONMENTS: environments}
+        return pickle.loads(pickle.dumps(environments)) if self._script.reward_isolation == "none" else environments
+
+    def benchmark_settings(self) -> dict[str, Any]:
+        """Return the keys of the environment and of tools with their values, and a hash of the class's file."""
+        names = ("environment", "environment_args")
+        return {**{name: getattr(self._script, name) for name in names}, **super().benchmark_settings()}
+
+    def play(
+        self, prompts: Sequence[Tokens], seeds: Sequence[int], trainer: SamplingTrainer,
+        sample: Callable[[list[int], list[Tokens]], list[Tokens | None]], rows: Sequence[Mapping[str, Any]] = (),
+    ) -> list[PlayedCompletion | None]:  # fmt: skip
+        """Play an episode per row; see ``Source.play``. ``reset`` completes the prompts, which are rendered here.
+
+        The columns of a completion are its prompt, its reward and its environment.
+        """
+        self._name = ""
+        self._sent.clear()
+        self.played = [self._make_episode(seed, dict(row)) for seed, row in zip(seeds, rows, strict=True)]
+        self._step_environments_locally(self.played, trainer)
+        self._play_turns(seeds, trainer, sample)
+        playing = self._add_last_actions()
+        saved = self._save_environments(playing, self._ask(playing, lambda: False))
+        return self._collect_played(
+            [
+                {
+                    "prompt": episode.opening or row["prompt"], "episode_reward": self.reward(episode),
+                    "episode_failed": episode.failed, ENVIRONMENTS: text,
+                }
+                for episode, row, text in zip(self.played, rows, saved, strict=True)
+            ]
+        )  # fmt: skip
+
+    def restore_columns(self, columns: dict[str, Any]) -> dict[str, Any]:
+        """Return the columns of a completion with the environment as rewards get it."""
+        (environment,) = self._restore([columns[ENVIRONMENTS]])
+        return {**columns, ENVIRONMENTS: environment}
