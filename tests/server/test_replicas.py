@@ -7,13 +7,18 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from fastapi import FastAPI
 
 pytest.importorskip("vllm")
 
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from grpo_recipes.server.completions import AddServerEndpoints
+from grpo_recipes.server.plugin import WeightReport
 from grpo_recipes.server.replicas import call_workers, reset_prefix_cache
 
 
@@ -79,3 +84,35 @@ def test_a_sync_ends_when_every_prefix_cache_is_empty() -> None:
     assert ask(reset_prefix_cache, engines) == {"success": False, "emptied": [True, False]}
     assert ask(reset_prefix_cache, FakeEngines(True, True), reset_running_requests=True)["success"] is True
     assert engines.asked == [(index, "reset_prefix_cache", False, False) for index in (0, 1)]
+
+
+def test_replicas_are_seeded_at_the_start() -> None:
+    async def ignore(*_: Any) -> None:
+        """Stand for the application behind the middleware."""
+
+    def start(engines: FakeEngines) -> list[tuple[Any, ...]]:
+        app = FastAPI()
+        app.state.engine_client = SimpleNamespace(engine_core=engines)
+        asyncio.run(AddServerEndpoints(ignore)({"type": "lifespan", "app": app}, ignore, ignore))
+        return engines.asked
+
+    assert start(FakeEngines(None)) == []
+    assert start(FakeEngines([None], [None])) == [
+        (index, "collective_rpc", "grpo_seed", None, (), {}) for index in (0, 1)
+    ]
+
+
+def test_replicas_draw_distinct_seeds_for_requests_and_their_workers_equal_ones() -> None:
+    """On GPUs, vLLM draws a request's seed from NumPy, or its noise from torch."""
+
+    def draw(replica: int) -> tuple[int, int]:
+        worker = WeightReport()
+        parallel = SimpleNamespace(data_parallel_index=replica)
+        worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(seed=0), parallel_config=parallel)
+        worker.grpo_seed()
+        return np.random.randint(1 << 62), int(torch.randint(1 << 62, ()))
+
+    (seed, noise), (other_seed, other_noise) = draw(0), draw(1)
+    assert draw(0) == (seed, noise)
+    assert seed != other_seed
+    assert noise != other_noise

@@ -29,16 +29,17 @@ router = APIRouter()
 
 
 class AddServerEndpoints:
-    """Middleware that adds our endpoints, and endpoints of extensions, when vLLM's application starts."""
+    """Middleware that adds our endpoints and those of extensions, and seeds replicas, when vLLM starts."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Add the endpoints at the application's startup event; pass every request on."""
+        """Add the endpoints and seed replicas at the application's startup event; pass every request on."""
         if scope["type"] == "lifespan":
             for endpoints in (router, replicas.router, *parts("server_routes")):
                 scope["app"].include_router(endpoints)
+            await replicas.seed_replicas(scope["app"])
         await self._app(scope, receive, send)
 
 

@@ -288,6 +288,13 @@ class WeightReport:
                 rows.copy_(tensors[name])
         return True
 
+    def grpo_seed(self) -> None:
+        """Seed sampling with vLLM's seed plus the replica's number: equal in its workers, distinct between replicas."""
+        from vllm.utils.torch_utils import set_random_seed
+
+        config = self.vllm_config
+        set_random_seed(config.model_config.seed + config.parallel_config.data_parallel_index)
+
     def grpo_count(self, sync: int) -> int:
         """Store and return the number of the sync that vLLM's own transfer (NCCL) has finished."""
         self._grpo_sync = sync
