@@ -44,9 +44,8 @@ class Phases(Protocol):
 class Preemption(Protocol):
     """Stops all ranks at the same place when a stop is requested."""
 
-    @property
-    def stop(self) -> StopRequest:
-        """The stop request of the run."""
+    stop: StopRequest
+    """The stop request of the run."""
 
     def stop_if_agreed(self) -> None:
         """Raise ``Stopped`` on every rank if any rank has seen a stop request. Called by every rank."""
@@ -75,6 +74,8 @@ class Trainer(Protocol):
     args: GRPOConfig
     accelerator: Accelerator
     state: TrainerState
+    model: PreTrainedModel
+    """The trained model, without the wrappers of DDP, FSDP or DeepSpeed."""
     processing_class: PreTrainedTokenizerBase
     use_vllm: bool
     vllm_generation: Any
@@ -93,10 +94,8 @@ class Trainer(Protocol):
     reward_funcs: list[Any]
     reward_weights: torch.Tensor
     """Weight of each reward, (rewards,)."""
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The trained model, without the wrappers of DDP, FSDP or DeepSpeed."""
+    _last_loaded_step: int
+    """The optimizer step of the weights in vLLM. -1 before the first transfer."""
 
     @property
     def rows(self) -> Phases:
@@ -113,10 +112,6 @@ class Trainer(Protocol):
     @property
     def evaluation(self) -> EvaluationScope:
         """The evaluations of this training."""
-
-    @property
-    def loaded_step(self) -> int:
-        """The optimizer step of the weights in vLLM. -1 before the first transfer."""
 
     def note_loaded_step(self, step: int) -> None:
         """Record that vLLM now holds the weights of this optimizer step."""
@@ -136,8 +131,8 @@ class Trainer(Protocol):
     ) -> AbstractContextManager[None]:
         """Sample with these settings in the ``with`` block. ``None`` keeps the setting of the training."""
 
-    def generating_with(self, config: GenerationConfig) -> AbstractContextManager[None]:
-        """Let transformers sample with this configuration in the ``with`` block."""
+    def with_settings(self, **settings: Any) -> AbstractContextManager[None]:
+        """Set these attributes of the trainer in the ``with`` block, and restore them afterwards."""
 
     def _generate_single_turn(
         self, prompt_ids: Sequence[list[int]], images: Any, multimodal_fields: dict[str, Any], num_generations: int

@@ -286,10 +286,10 @@ def test_vllm_in_the_trainer_gets_a_seed_a_problem() -> None:
 def test_an_engine_sleeps_again_also_where_a_benchmark_fails() -> None:
     engine, slept = FakeEngine(), []
     trainer = fake_trainer(engine)
-    trainer.vllm_generation.enable_sleep_mode, trainer.loaded_step = True, -1
-    trainer.note_loaded_step = lambda step: setattr(trainer, "loaded_step", step)
+    trainer.vllm_generation.enable_sleep_mode, trainer._last_loaded_step = True, -1
+    trainer.note_loaded_step = lambda step: setattr(trainer, "_last_loaded_step", step)
     engine.sleep = lambda level: slept.append(level)
     with pytest.raises(RuntimeError, match="stopped"), make_rollouts(trainer).resending_weights():
         trainer.note_loaded_step(0)
         raise RuntimeError("stopped")
-    assert slept == [2] and trainer.loaded_step == -1
+    assert slept == [2] and trainer._last_loaded_step == -1

@@ -87,7 +87,8 @@ def test_the_base_model_is_asked_of_the_server_that_has_it() -> None:
     client = object.__new__(LoraClient)
     client.samples_base = False
     trainer = SimpleNamespace(
-        args=SimpleNamespace(weight_guard=True, weight_sync="lora"),
+        use_vllm=True,
+        args=SimpleNamespace(weight_guard=True, weight_sync="lora", vllm_server_base_url=None, world_size=1),
         vllm_generation=SimpleNamespace(vllm_client=client),
     )
     with ServerRollouts(trainer).using_base_model():

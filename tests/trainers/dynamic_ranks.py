@@ -18,6 +18,7 @@ from accelerate.utils import gather, gather_object
 from datasets import Dataset
 
 from grpo_recipes.trainers.dynamic_sampling import DynamicSampling
+from grpo_recipes.weights.sampling import SamplingSeeds
 
 PROMPTS, GROUP = 6, 4
 
@@ -27,12 +28,9 @@ class FakeRollouts:
 
     def __init__(self, samples_rounds: bool) -> None:
         self.samples_rounds = samples_rounds
-        self.name = ""
+        self.seeds = SamplingSeeds()
         self.started: dict[str, list[str]] = {}
         self.used: list[str] = []
-
-    def name_generation(self, name: str) -> None:
-        self.name = name
 
     def start_round(self, name: str, prompts: list[str]) -> None:
         self.started[name] = prompts
@@ -60,7 +58,7 @@ class FakeTrainer:
 
     def generate(self, prompts: list[str]) -> tuple[Any, ...]:
         """Return TRL's columns for these prompts of a rank, each repeated for its group."""
-        name = self.rollouts.name
+        name = self.rollouts.seeds.generation_name
         if name in self.rollouts.started:
             assert gather_object(prompts)[::GROUP] == self.rollouts.started[name]
             self.rollouts.used.append(name)
@@ -99,7 +97,7 @@ def main(file: str, *options: str) -> None:
     prompts = [row["prompt"] for row in rows]
     dynamic = DynamicSampling(trainer)  # type: ignore[arg-type]
     dynamic.start_generation(rows, "0/0")
-    trainer.rollouts.name_generation("0/0")
+    trainer.rollouts.seeds.name_generation("0/0")
     generated = trainer.generate(prompts)
     dynamic.replace_groups(prompts, generated, trainer.generate)
     rewards_BR = dynamic.take_rewards()

@@ -163,12 +163,15 @@ def test_without_the_guard_nothing_is_reported(make: Any, calls: list[Any]) -> N
 def test_the_error_of_any_process_is_that_of_all(monkeypatch: pytest.MonkeyPatch, guard: bool) -> None:
     monkeypatch.setattr(backends, "gather_object", lambda errors: [*errors, "of rank 1", None])
     names: list[str] = []
-    generation = SimpleNamespace(mode="colocate", checksum_error=None, transfers=3, name_generation=names.append)
-    trainer = SimpleNamespace(use_vllm=True, vllm_generation=generation, args=SimpleNamespace(weight_guard=guard))
+    generation = SimpleNamespace(
+        mode="colocate", checksum_error=None, transfers=3, tensor_parallel_size=1, name_generation=names.append
+    )
+    args = SimpleNamespace(weight_guard=guard, world_size=3)
+    trainer = SimpleNamespace(use_vllm=True, vllm_generation=generation, args=args)
     rollouts = backends.make_rollouts(trainer)
     assert rollouts.checksum_error() == "of rank 1"
     assert (rollouts.guarded, rollouts.bridge, rollouts.transfers) == (guard, "colocate", 3)
-    rollouts.name_generation("4/0")
+    rollouts.seeds.name_generation("4/0")
     assert names == ["4/0"]
 
 

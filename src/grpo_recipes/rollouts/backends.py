@@ -19,6 +19,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from grpo_recipes.recipe.registry import EXTERNAL
 from grpo_recipes.trainer_protocol import Trainer
 from grpo_recipes.weights.colocated import BRIDGE
+from grpo_recipes.weights.sampling import SamplingSeeds
 
 Tokens = list[int]
 Sampled = tuple[list[Tokens], list[list[float]] | None]  # ids and log-probs of completions
@@ -72,8 +73,12 @@ def collect_sampling_keys(trainer: Trainer) -> dict[str, Any]:
 class Rollouts:
     """A source of completions that has the trainer's weights. This class samples with transformers."""
 
-    guarded = False
+    guarded: bool
     """Whether the weights in vLLM are verified after each transfer (``weight_guard``)."""
+    pending_generation: Any = None
+    """The generation that is being sampled ahead, for ``restore_pending_generation``. None if there is none."""
+    seeds: SamplingSeeds
+    """The values that sampling seeds derive from. Changing them has no effect on samplers without seeds."""
     only_main_rank_samples = False
     """Whether only rank 0 calls ``sample``. Otherwise all ranks call it with the same arguments."""
     samples_rounds = False
@@ -85,6 +90,9 @@ class Rollouts:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self.guarded = trainer.use_vllm and bool(trainer.args.weight_guard)
+        self.seeds = SamplingSeeds()
+        self._sampling_groups = trainer.args.world_size  # groups of ranks that sample a part of a benchmark each
 
     @property
     def probes(self) -> bool:
@@ -96,19 +104,12 @@ class Rollouts:
         """A number that changes with each transfer of weights to the sampler. Always 0 if no weights are sent."""
         return 0
 
-    def name_generation(self, name: str) -> None:
-        """Set the name from which the next generation's sampling seeds derive. Ignored by samplers without seeds."""
-
     def named_generation(self, name: str, numbers: list[int]) -> AbstractContextManager[None]:
         """Derive the sampling seeds in the block from this name and a number for each of this rank's prompts.
 
-        Ignored by samplers without seeds. Called by every rank with the same count of numbers.
+        Called by every rank with the same count of numbers.
         """
-        return nullcontext()
-
-    def using_seed(self, seed: int) -> AbstractContextManager[None]:
-        """Derive sampling seeds in the block from this seed instead of the run's. Ignored by samplers without seeds."""
-        return nullcontext()
+        return self.seeds.named_generation(name, gather_object(numbers))
 
     def begin_epoch(self, epoch: int, micro_steps: int) -> None:
         """Receive the number of a new epoch and, in a resumed run, how many of its micro-steps are done.
@@ -175,11 +176,6 @@ class Rollouts:
         """
         return nullcontext()
 
-    @property
-    def pending_generation(self) -> Any:
-        """The generation that is being sampled ahead, for ``restore_pending_generation``. None if there is none."""
-        return None
-
     def finish_pending_generation(self) -> dict[str, Any] | None:
         """Wait for the generation sampled ahead, and return it as a dict for a checkpoint. None if there is none."""
         return None
@@ -191,16 +187,14 @@ class Rollouts:
         """
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Tokens]]:
-        """Sample completions of benchmark prompts, (prompts, samples), with the weights that were sent last."""
-        return self._sample_in_groups(prompts, sampling, self._trainer.args.world_size)
+        """Sample completions of benchmark prompts, (prompts, samples), with the weights that were sent last.
 
-    def _sample_in_groups(self, prompts: Sequence[Prompt], sampling: Sampling, groups: int) -> list[list[Tokens]]:
-        """Let each of ``groups`` groups of ranks sample an equal part of the prompts.
-
-        Return the completions of all prompts, (prompts, samples), on every rank.
+        Each rank, or each group of ranks with a common engine, samples an equal part of the prompts. Every rank returns
+        the completions of all prompts.
         """
         # The last prompt fills up the parts: sharded models need the same number of passes on each rank.
         rank, world = self._trainer.args.process_index, self._trainer.args.world_size
+        groups = self._sampling_groups
         part = -(-len(prompts) // groups)
         filled = [*prompts, *[prompts[-1]] * (part * groups - len(prompts))]
         group, group_size = rank * groups // world, world // groups
@@ -218,7 +212,7 @@ class Rollouts:
             config.top_p = config.top_k = config.min_p = None
         step = max(1, trainer.args.per_device_train_batch_size // sampling.samples)
         drawn: list[Tokens] = []
-        with trainer.generating_with(config):
+        with trainer.with_settings(generation_config=config):
             for start in range(0, len(prompts), step):
                 batch = prompts[start : start + step]
                 torch.manual_seed(batch[0].seed)
@@ -230,14 +224,10 @@ class Rollouts:
 class VllmRollouts(Rollouts):
     """Completions from vLLM, which TRL updates with the weights of a new step before it samples."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__(trainer)
-        self.guarded = bool(trainer.args.weight_guard)
-
     @property
     def transfers(self) -> int:
         """The optimizer step of the weights in vLLM."""
-        return self._trainer.loaded_step
+        return self._trainer._last_loaded_step
 
     @property
     def _sleeps(self) -> bool:
@@ -251,7 +241,7 @@ class VllmRollouts(Rollouts):
         Return whether weights were sent.
         """
         step = self._trainer.state.global_step
-        is_needed = self._sleeps or self._trainer.loaded_step != step
+        is_needed = self._sleeps or self._trainer._last_loaded_step != step
         if is_needed:
             self._trainer.vllm_generation.sync_weights()
             self._trainer.note_loaded_step(step)
@@ -265,7 +255,7 @@ class VllmRollouts(Rollouts):
 
         The next generation then sends the weights again. Also let vLLM sleep after the block if sleep mode is on.
         """
-        loaded_step = self._trainer.loaded_step
+        loaded_step = self._trainer._last_loaded_step
         try:
             yield
         finally:
@@ -279,38 +269,21 @@ class ColocatedRollouts(VllmRollouts):
 
     bridge = BRIDGE
 
+    def __init__(self, trainer: Trainer) -> None:
+        """Use the seeds of the engine. An engine may span several ranks, which then sample the same prompts."""
+        super().__init__(trainer)
+        self.seeds = trainer.vllm_generation
+        self._sampling_groups //= trainer.vllm_generation.tensor_parallel_size
+
     @property
     def transfers(self) -> int:
         """The number of transfers to the engines so far."""
         return int(self._trainer.vllm_generation.transfers)
 
-    def name_generation(self, name: str) -> None:
-        """Derive the sampling seeds of the next generation from this name."""
-        self._trainer.vllm_generation.name_generation(name)
-
-    def named_generation(self, name: str, numbers: list[int]) -> AbstractContextManager[None]:
-        """Derive the sampling seeds in the block from this name and every rank's numbers."""
-        scope: AbstractContextManager[None]
-        scope = self._trainer.vllm_generation.named_generation(name, gather_object(numbers))
-        return scope
-
-    def using_seed(self, seed: int) -> AbstractContextManager[None]:
-        """Derive sampling seeds in the block from this seed instead of the run's."""
-        scope: AbstractContextManager[None] = self._trainer.vllm_generation.using_seed(seed)
-        return scope
-
     def checksum_error(self) -> str | None:
         """Return the first error of the engines' checksums of the last transfer on every rank, or None."""
         errors = gather_object([self._trainer.vllm_generation.checksum_error])
         return next(filter(None, errors), None)
-
-    def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Tokens]]:
-        """Sample a part of the prompts with each engine, which may span several ranks.
-
-        Return the completions of all prompts on every rank.
-        """
-        groups = self._trainer.args.world_size // self._trainer.vllm_generation.tensor_parallel_size
-        return self._sample_in_groups(prompts, sampling, groups)
 
     def _sample_part(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Tokens]]:
         """Sample this engine's prompts with vLLM, each with its own seed. Return token ids, (prompts, samples)."""
@@ -332,22 +305,10 @@ class ServerRollouts(VllmRollouts):
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
-        self.bridge = trainer.args.weight_sync
+        self.bridge = EXTERNAL if trainer.args.vllm_server_base_url else trainer.args.weight_sync
         self._client: Any = getattr(trainer.vllm_generation, "vllm_client", None)  # None on ranks other than 0
-
-    def name_generation(self, name: str) -> None:
-        """Derive the sampling seeds of the next generation from this name."""
         if self._client is not None:
-            self._client.name_generation(name)
-
-    def named_generation(self, name: str, numbers: list[int]) -> AbstractContextManager[None]:
-        """Derive the sampling seeds in the block from this name and every rank's numbers."""
-        gathered = gather_object(numbers)
-        return nullcontext() if self._client is None else self._client.named_generation(name, gathered)
-
-    def using_seed(self, seed: int) -> AbstractContextManager[None]:
-        """Derive sampling seeds in the block from this seed instead of the run's."""
-        return nullcontext() if self._client is None else self._client.using_seed(seed)
+            self.seeds = self._client
 
     def using_base_model(self) -> AbstractContextManager[None]:
         """Sample from the model without its LoRA adapter in the block."""
@@ -375,11 +336,10 @@ class ServerRollouts(VllmRollouts):
 
 
 class ExternalRollouts(ServerRollouts):
-    """Completions from a server that the run did not start, through rank 0's client (``rollouts.external``)."""
+    """Completions from a server that the run did not start, through rank 0's client (``rollouts.external``).
 
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__(trainer)
-        self.bridge = EXTERNAL
+    The server computes no checksum, so its client reports no checksum error.
+    """
 
     @property
     def probes(self) -> bool:
@@ -391,10 +351,6 @@ class ExternalRollouts(ServerRollouts):
         sampled = draw()
         self.failed = self._broadcast_from_main(lambda: self._client.failed)
         return sampled
-
-    def checksum_error(self) -> str | None:
-        """Return None: an external server computes no checksum."""
-        return None
 
     def probe(self, prompt: Tokens) -> tuple[Tokens, list[float]]:
         """Return a new completion of this prompt and its log-probs, on every rank."""

@@ -139,13 +139,10 @@ class Source:
 class SamplingTrainer(Trainer, Protocol):
     """``Trainer`` for sources and benchmarks: it adds the sampler and the source of completions."""
 
-    @property
-    def rollouts(self) -> Rollouts:
-        """The sampler of completions."""
-
-    @property
-    def source(self) -> Source | None:
-        """The source that replaces TRL's sampler in training, if the recipe has one."""
+    rollouts: Rollouts
+    """The sampler of completions."""
+    source: Source | None
+    """The source that replaces TRL's sampler in training, if the recipe has one."""
 
     def serve_final_weights(self) -> None:
         """Send the weights of the last step to vLLM. Raise WeightsDiffer if it lacks them. Called by every rank."""

@@ -41,20 +41,6 @@ class PendingGeneration:
     answer: Future[dict[str, Any]]
     client: BridgeClient | None = None  # the client of the request; None after a resume, when the answer is known
 
-    @classmethod
-    def from_checkpoint(cls, saved: dict[str, Any]) -> PendingGeneration:
-        """Return a finished generation from a dict of ``wait_and_serialize``."""
-        answer: Future[dict[str, Any]] = Future()
-        answer.set_result(saved["answer"])
-        return cls(saved["name"], saved["prompts"], saved["step"], answer)
-
-    def wait_and_serialize(self) -> dict[str, Any]:
-        """Wait for the completions, and return name, prompts, step and answer as a dict for a checkpoint.
-
-        If sampling failed, raise its exception.
-        """
-        return {"name": self.name, "prompts": self.prompts, "step": self.step, "answer": self.answer.result()}
-
 
 def make_inner_rollouts(trainer: InnerTrainer) -> Rollouts:
     """Return the sampler for the trainer's config as ``make_rollouts`` does, or one that samples ahead.
@@ -70,10 +56,13 @@ def make_inner_rollouts(trainer: InnerTrainer) -> Rollouts:
 class AheadRollouts(ServerRollouts):
     """The run's vLLM server, which can sample one generation before the trainers request it."""
 
+    pending_generation: PendingGeneration | None  # None on ranks other than 0
+    _logs_age = False  # whether the age of the weights of each generation is a metric
+
     def __init__(self, trainer: InnerTrainer):
         super().__init__(trainer)
         self._inner = trainer
-        self._pending: PendingGeneration | None = None  # only on rank 0
+        self.pending_generation = None
         self._request: dict[str, Any] = {}  # prompts and options of the last request
 
     def _answer_request(
@@ -84,15 +73,13 @@ class AheadRollouts(ServerRollouts):
         TRL calls it through the client. A pending generation that does not match is dropped.
         """
         self._request = {"prompts": prompts, **options}
-        pending, self._pending = self._pending, None
-        if pending is not None and (pending.name, pending.prompts) == (self._client.generation_name, prompts):
-            self._note_age(self._trainer.state.global_step - pending.step)
-            return dict(pending.answer.result())
-        self._note_age(0)
-        return sample(prompts, **options)
-
-    def _note_age(self, steps: int) -> None:
-        """Do nothing. A subclass may log how many optimizer steps old the weights of a generation are."""
+        pending, self.pending_generation = self.pending_generation, None
+        if pending is not None and (pending.name, pending.prompts) != (self._client.generation_name, prompts):
+            pending = None
+        if self._logs_age:
+            age = 0 if pending is None else self._trainer.state.global_step - pending.step  # in optimizer steps
+            self._trainer.add_metric("rollouts/steps_off_policy", float(age))
+        return sample(prompts, **options) if pending is None else dict(pending.answer.result())
 
     def _start(self, name: str, prompts: list[Tokens], client: BridgeClient) -> None:
         """Start sampling these prompts in a thread, with the options of the last request, as the pending generation."""
@@ -100,23 +87,22 @@ class AheadRollouts(ServerRollouts):
         options = {key: value for key, value in self._request.items() if key != "prompts"}
         answer = run_in_thread(partial(client.generate, prompts, **options))
         answer.add_done_callback(lambda _: trace.add("sample", began, time.perf_counter(), "sampling ahead"))
-        self._pending = PendingGeneration(name, prompts, self._trainer.state.global_step, answer, client)
-
-    @property
-    def pending_generation(self) -> PendingGeneration | None:
-        """The generation that is being sampled ahead. None if there is none, and on ranks other than 0."""
-        return self._pending
+        self.pending_generation = PendingGeneration(name, prompts, self._trainer.state.global_step, answer, client)
 
     def restore_pending_generation(self, pending: PendingGeneration | dict[str, Any] | None) -> None:
         """Use this generation next, and cancel one that was started since.
 
         It is a value of ``pending_generation``, a dict from a checkpoint, or None for no generation.
         """
-        current = self._pending
+        current = self.pending_generation
         if current is not None and current is not pending and current.client is not None:
             current.client.abort_generation()
             wait([current.answer], _LOST_SECONDS)
-        self._pending = PendingGeneration.from_checkpoint(pending) if isinstance(pending, dict) else pending
+        if isinstance(pending, dict):  # a result of ``finish_pending_generation``
+            answer: Future[dict[str, Any]] = Future()
+            answer.set_result(pending["answer"])
+            pending = PendingGeneration(pending["name"], pending["prompts"], pending["step"], answer)
+        self.pending_generation = pending
 
 
 class RoundsAhead(AheadRollouts):
@@ -148,6 +134,8 @@ class OverlappedRollouts(AheadRollouts):
     Other requests to the server wait until it has finished. Raise ValueError if the training set is a stream.
     """
 
+    _logs_age = True
+
     def __init__(self, trainer: InnerTrainer):
         super().__init__(trainer)
         if isinstance(trainer.train_dataset, IterableDataset):
@@ -169,7 +157,7 @@ class OverlappedRollouts(AheadRollouts):
 
         ``micro_steps`` micro-steps of the epoch were taken before a resume.
         """
-        self._epoch, self._index = epoch, -(-micro_steps // self._steps_per_generation)
+        self._epoch, self._index = epoch, -(-micro_steps // self._sampler.repeat_count)
 
     def generate(self, draw: Callable[[], tuple[list[Tokens], Any]]) -> tuple[list[Tokens], Any]:
         """Return the completions of this generation, and let the server start to sample the next generation.
@@ -196,10 +184,6 @@ class OverlappedRollouts(AheadRollouts):
         self._index += 1
         return completions
 
-    def _note_age(self, steps: int) -> None:
-        """Log how many optimizer steps old the weights of a generation are."""
-        self._trainer.add_metric("rollouts/steps_off_policy", float(steps))
-
     def _sample_probe(self, prompt: Tokens, max_tokens: int) -> None:
         """Sample a completion at temperature 1 with the weights just sent, and store it for ``probe``."""
         seed = sampling_seed(self._trainer.args.seed, f"probe/{self._client.generation_name}", 0)
@@ -214,11 +198,6 @@ class OverlappedRollouts(AheadRollouts):
         return result
 
     # --- the next generation ---------------------------------------------------------------------------------------
-
-    @property
-    def _steps_per_generation(self) -> int:
-        """Number of micro-steps that train on a generation."""
-        return int(self._sampler.repeat_count)
 
     @property
     def _sampler(self) -> RepeatSampler:
@@ -236,7 +215,7 @@ class OverlappedRollouts(AheadRollouts):
             return
         is_last = self._index + 1 >= generations
         epoch, index = (self._epoch + 1, 0) if is_last else (self._epoch, self._index + 1)
-        name = f"{step + steps}/{trainer._step + self._steps_per_generation}"
+        name = f"{step + steps}/{trainer._step + sampler.repeat_count}"
         self._start(name, self._tokenize_generation(epoch, index), self._client.copy_for_generation(name))
 
     def _count_steps(self, index: int, generations: int) -> int:
@@ -244,7 +223,8 @@ class OverlappedRollouts(AheadRollouts):
 
         An epoch has ``generations`` generations. With this index, the incomplete last step of the epoch counts too.
         """
-        micro_steps, accumulation = index * self._steps_per_generation, self._trainer.args.gradient_accumulation_steps
+        micro_steps = index * self._sampler.repeat_count  # a generation is used for ``repeat_count`` micro-steps
+        accumulation = self._trainer.args.gradient_accumulation_steps
         return -(-micro_steps // accumulation) if index == generations else micro_steps // accumulation
 
     def _tokenize_generation(self, epoch: int, index: int) -> list[Tokens]:
@@ -270,7 +250,7 @@ class OverlappedRollouts(AheadRollouts):
         The wait has no limit while the server answers or no stop is requested. After a stop request, drop the
         generation if it failed or the server has not answered for 10 seconds.
         """
-        pending, stop = self._pending, self._trainer.preemption.stop
+        pending, stop = self.pending_generation, self._trainer.preemption.stop
         if pending is None:
             return
         lost_at = time.monotonic() + _LOST_SECONDS
@@ -279,9 +259,15 @@ class OverlappedRollouts(AheadRollouts):
                 lost_at = time.monotonic() + _LOST_SECONDS
         if not is_done or (pending.answer.exception() is not None and stop.requested()):
             print("grpo: the generation sampled ahead was lost with the server; sampling it again", flush=True)
-            self._pending = None
+            self.pending_generation = None
 
     def finish_pending_generation(self) -> dict[str, Any] | None:
-        """Wait for the generation sampled ahead, and return it as a dict for a checkpoint. None if there is none."""
+        """Wait for the generation sampled ahead, and return it as a dict for a checkpoint. None if there is none.
+
+        If sampling failed, raise its exception.
+        """
         self._wait_for_pending()
-        return None if self._pending is None else self._pending.wait_and_serialize()
+        if (pending := self.pending_generation) is None:
+            return None
+        answer = pending.answer.result()
+        return {"name": pending.name, "prompts": pending.prompts, "step": pending.step, "answer": answer}

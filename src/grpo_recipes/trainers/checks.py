@@ -156,7 +156,7 @@ class Checks:
             "completion_mask": torch.ones_like(completion_ids),
             "sampling_per_token_logps": torch.tensor([logprobs], device=device),
         }  # fmt: skip
-        with trainer.at_temperatures(torch.ones(1, dtype=torch.float64, device=device)):
+        with trainer.with_settings(temperature_B=torch.ones(1, dtype=torch.float64, device=device)):
             return self._measure_difference(batch_of_one)
 
     def _measure_difference(self, output: dict[str, Any]) -> float | None:

@@ -163,9 +163,9 @@ class DynamicSampling:
         first = trainer.accelerator.process_index * per_rank
         rows = [dict(trainer.train_dataset[i]) for i in filled[first : first + per_rank] for _ in range(size)]
         prompts = [row["prompt"] for row in rows]
-        trainer.rollouts.name_generation(name)
+        trainer.rollouts.seeds.name_generation(name)
         generated = generate(prompts)
-        trainer.rollouts.name_generation(self._name)
+        trainer.rollouts.seeds.name_generation(self._name)
         self._start_round(number + 1, missing - count * useful_fraction)
         rewards_BR = self._score(rows, prompts, generated)[: count * size]
         equal = self._find_equal_groups(rewards_BR)

@@ -120,7 +120,7 @@ class Evaluation:
             with (
                 self.undisturbed(name),
                 sampling,
-                nullcontext() if seed is None else rollouts.using_seed(seed),
+                nullcontext() if seed is None else rollouts.seeds.using_seed(seed),
                 self._trainer.rows.reported("evaluate"),
             ):
                 yield

@@ -17,7 +17,7 @@ import datasets
 import torch
 import trl
 from accelerate.utils import is_peft_model
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 from trl.trainer.utils import RepeatSampler
 
@@ -117,11 +117,6 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     # --- for other objects: trainer_protocol.Trainer, protocol.InnerTrainer ----------------------------------------
 
-    @property
-    def loaded_step(self) -> int:
-        """Return the optimizer step of the weights in vLLM. -1 before the first transfer."""
-        return int(self._last_loaded_step)
-
     def note_loaded_step(self, step: int) -> None:
         """Store the optimizer step of the weights that vLLM now has."""
         self._last_loaded_step = step
@@ -139,14 +134,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             yield
         finally:
             vars(self).update(outer_settings)
-
-    def at_temperatures(self, temperature_B: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Compute log-probs in the block with a temperature per row, (B,). ``None`` means the recipe's temperature."""
-        return self.with_settings(temperature_B=temperature_B)
-
-    def generating_with(self, config: GenerationConfig) -> AbstractContextManager[None]:
-        """Let transformers sample with this generation config in the block."""
-        return self.with_settings(generation_config=config)
 
     def sampling_with(
         self, *, temperature: float | None = None, top_p: float | None = None, max_completion_length: int | None = None
@@ -210,7 +197,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         """
         is_training, transfers, step = self.model.training, self.rollouts.transfers, self.state.global_step
         name = f"{step}/{self._step}" if is_training else f"eval/{step}/{self.evaluation.batch}"
-        self.rollouts.name_generation(name)
+        self.rollouts.seeds.name_generation(name)
         if self.source is not None:
             self.source.start_generation(inputs, name)
         if self.dynamic_sampling is not None and is_training:
@@ -302,7 +289,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """Compute TRL's loss of a micro-batch, each row at its own temperature. A LossCallback may replace it."""
-        with self.at_temperatures(inputs.get("temperature")):
+        with self.with_settings(temperature_B=inputs.get("temperature")):
             compute = super()._compute_loss
             if self.args.loss_type == "gmpo":
                 compute = partial(compute_geometric_mean_loss, self, self._shared_logps, compute)

@@ -98,6 +98,8 @@ class InnerTrainer(SamplingTrainer, Protocol):
     ref_model: PreTrainedModel | None
     reward_func_names: list[str]
     rewards_BR: torch.Tensor
+    temperature_B: torch.Tensor | None
+    """Temperature of each row of the current computation of log-probs, (B,), if it differs from the recipe's."""
     num_iterations: int
     num_generations_eval: int
     shuffle_dataset: bool | None
@@ -138,12 +140,6 @@ class InnerTrainer(SamplingTrainer, Protocol):
     @property
     def rows(self) -> StepClock:
         """The clock of the step under way."""
-
-    def at_temperatures(self, temperature_B: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Compute log-probs in the block with a temperature per row, (B,). ``None`` means the recipe's temperature."""
-
-    def with_settings(self, **settings: Any) -> AbstractContextManager[None]:
-        """Set these attributes of the trainer in the block, and restore them afterwards."""
 
     def loss_and_policy_gradient_term(
         self, compute: Callable[[Any, dict[str, Any]], torch.Tensor], model: Any, rows: dict[str, Any]

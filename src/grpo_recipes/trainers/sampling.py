@@ -9,8 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
-
 from grpo_recipes.plan.commands import seeds_sampling
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.runs.stop_request import StopRequest
@@ -43,13 +41,20 @@ def choose_client(args: GRPOConfig) -> type[BridgeClient]:
 def changing_sampling(trainer: Trainer, settings: dict[str, Any]) -> Iterator[None]:
     """Let the trainer sample with these settings in the block, and restore its own afterwards.
 
-    ``settings`` may have ``temperature``, ``top_p`` and ``max_completion_length``. A temperature of 0 is greedy.
+    ``settings`` may have ``temperature``, ``top_p`` and ``max_completion_length``, which is ``max_new_tokens`` for
+    transformers. A temperature of 0 is greedy.
     """
     if not settings:
         yield
         return
     if not trainer.use_vllm:
-        with trainer.generating_with(_change_config(trainer.generation_config, settings)):
+        config = copy.deepcopy(trainer.generation_config)
+        for name, value in settings.items():
+            setattr(config, "max_new_tokens" if name == "max_completion_length" else name, value)
+        if settings.get("temperature") == 0:
+            config.do_sample = False
+            config.temperature = config.top_p = config.top_k = config.min_p = None
+        with trainer.with_settings(generation_config=config):
             yield
         return
     training_settings = {name: getattr(trainer.vllm_generation, name) for name in settings}
@@ -60,17 +65,3 @@ def changing_sampling(trainer: Trainer, settings: dict[str, Any]) -> Iterator[No
     finally:
         for name, value in training_settings.items():
             setattr(trainer.vllm_generation, name, value)
-
-
-def _change_config(config: GenerationConfig, settings: dict[str, Any]) -> GenerationConfig:
-    """Return a copy of a transformers GenerationConfig with other sampling settings. A temperature of 0 is greedy.
-
-    ``settings`` has names of recipe keys: ``max_completion_length`` sets ``max_new_tokens``.
-    """
-    changed = copy.deepcopy(config)
-    for name, value in settings.items():
-        setattr(changed, "max_new_tokens" if name == "max_completion_length" else name, value)
-    if settings.get("temperature") == 0:
-        changed.do_sample = False
-        changed.temperature = changed.top_p = changed.top_k = changed.min_p = None
-    return changed
