@@ -278,10 +278,10 @@ def test_prompts_are_tokenized_on_all_cores_and_the_setting_returns(load, monkey
     else:
         monkeypatch.setenv("TOKENIZERS_PARALLELISM", setting)
     settings = []
-    lengths = Renderer.lengths
+    ids = Renderer.ids
     monkeypatch.setattr(
-        Renderer, "lengths",
-        lambda *args: settings.append(os.environ.get("TOKENIZERS_PARALLELISM")) or lengths(*args),
+        Renderer, "ids",
+        lambda *args: settings.append(os.environ.get("TOKENIZERS_PARALLELISM")) or ids(*args),
     )  # fmt: skip
     load()
     assert settings == ["true"] and os.environ.get("TOKENIZERS_PARALLELISM") == setting

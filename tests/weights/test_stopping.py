@@ -149,7 +149,7 @@ def test_a_trainer_that_samples_in_a_training_makes_the_client_stop(connect, run
         model_wrapped=None,
         accelerator=SimpleNamespace(unwrap_model=lambda _: SimpleNamespace(generate=lambda: None)),
     )
-    preemption = Preemption(trainer, StopRequest(run_dir))
+    preemption = Preemption(trainer, None, StopRequest(run_dir))
     client = connect(stop=preemption.stop)
     stop_file(run_dir).touch()
     assert not client.is_stopping()

@@ -157,12 +157,10 @@ def target_ratio(weights_PG: torch.Tensor, right_PG: torch.Tensor, wrong_PG: tor
 
     Also NaN if both have weight 0. Infinite if only the wrong answers have weight 0.
     """
-
-    def mean_weight(selected_PG: torch.Tensor) -> torch.Tensor:
-        """Return the mean weight of each prompt's selected completions, (P,); NaN if none is selected."""
-        return weights_PG.masked_fill(~selected_PG, 0.0).sum(1) / selected_PG.sum(1)
-
-    return mean_weight(right_PG) / mean_weight(wrong_PG)
+    right_P, wrong_P = (  # the mean weight of each prompt's right and wrong completions; NaN if it has none
+        weights_PG.masked_fill(~selected_PG, 0.0).sum(1) / selected_PG.sum(1) for selected_PG in (right_PG, wrong_PG)
+    )
+    return right_P / wrong_P
 
 
 def _widen_to_float32(values: torch.Tensor) -> torch.Tensor:

@@ -89,10 +89,6 @@ class Renderer:
         template = self.tokenizer.get_chat_template(tools=None)
         return rendering_notes(self.text, prompt, template, self.template_kwargs)
 
-    def lengths(self, prompts: list[list[Message]]) -> list[int]:
-        """Return the number of tokens of each prompt."""
-        return [len(ids) for ids in self.ids(prompts)]
-
     def _render(self, prompts: Any, **options: Any) -> Any:
         """Return the template's result for one or several prompts. Raise ConfigError if it fails."""
         fix = "write a chat_template that can, or remove the part that it cannot render (a system prompt, a role)"
@@ -398,7 +394,7 @@ def _drop_too_long(
         for batch in candidates.batches:
             renderer.check(batch["prompt"], checked_roles, args.system_prompt)
             with tokenize_on_all_cores():
-                lengths, longest = renderer.lengths(batch["prompt"]), args.max_prompt_length
+                lengths, longest = [len(ids) for ids in renderer.ids(batch["prompt"])], args.max_prompt_length
             fitting = [index for index, length in enumerate(lengths) if longest is None or length <= longest]
             counts.too_long += len(lengths) - len(fitting)
             counts.longest = max([counts.longest, *(lengths[index] for index in fitting)])

@@ -19,7 +19,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from grpo_recipes.data.problems import Fetched, load_rows, read_rows
-from grpo_recipes.errors import EXIT_STOPPED, ConfigError, config_error
+from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.evaluate.turns import play_completions, render_chats, sample_shared_turns
 from grpo_recipes.fetch.assets import fingerprint
 from grpo_recipes.recipe.configs import ScriptArguments
@@ -40,6 +40,7 @@ from grpo_recipes.rewards.score import RewardWrapper, make_reward
 from grpo_recipes.rollouts.backends import Prompt, Sampling, Tokens, collect_sampling_keys, problem_seed
 from grpo_recipes.rollouts.source import PlayedCompletion, SamplingTrainer, Source
 from grpo_recipes.runs.rundir import read_json, write_json
+from grpo_recipes.runs.stop_request import StoppedOnRequest
 from grpo_recipes.secrets import mask_secrets
 from grpo_recipes.stats import pass_at_k_table
 
@@ -53,16 +54,11 @@ class BenchmarkFailed(RuntimeError):
     """A benchmark has no result, because it failed. Others may have one."""
 
 
-class StoppedInBenchmarks(SystemExit):
+class StoppedInBenchmarks(StoppedOnRequest):
     """Ends the process with code 75: a stop request came while benchmarks ran."""
 
     def __init__(self, name: str, progress: str) -> None:
-        super().__init__(EXIT_STOPPED)
-        self.name, self.progress = name, progress
-
-    def __str__(self) -> str:
-        """Return the message with the benchmark's name and its progress."""
-        return f"stopped on request in benchmark {self.name}; {self.progress}"
+        super().__init__(f"in benchmark {name}; {progress}")
 
 
 # --- problems and rewards ---------------------------------------------------------------------------------------------

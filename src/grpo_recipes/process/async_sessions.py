@@ -9,6 +9,7 @@ openai uses the library httpx2. ``process/answers.py`` explains why a time limit
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import httpx2
@@ -72,32 +73,35 @@ async def _time_limit(deadline: float, seconds: float, request: httpx2.Request) 
         raise httpx2.ReadTimeout(f"the response was not complete within {seconds:g} s", request=request) from error
 
 
+@dataclass(eq=False)
 class _BoundedStream(httpx2.AsyncByteStream):
     """The body of a response; raises ReadTimeout at the deadline and RemoteProtocolError after ``max_bytes``."""
 
-    def __init__(
-        self, stream: httpx2.AsyncByteStream, deadline: float, seconds: float, max_bytes: int, request: httpx2.Request
-    ) -> None:
-        self._stream, self._max_bytes = stream, max_bytes
-        self._limits = deadline, seconds, request
+    stream: httpx2.AsyncByteStream
+    deadline: float
+    """As time of the event loop."""
+    seconds: float
+    """The time limit of the request, for the message."""
+    max_bytes: int
+    request: httpx2.Request
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         """Yield the parts of the body; raise ReadTimeout or RemoteProtocolError beyond a limit."""
-        size, chunks = 0, aiter(self._stream)
+        size, chunks = 0, aiter(self.stream)
         while True:
-            async with _time_limit(*self._limits):
+            async with _time_limit(self.deadline, self.seconds, self.request):
                 chunk = await anext(chunks, None)
             if chunk is None:
                 return
             size += len(chunk)
-            if size > self._max_bytes:
-                text = f"the response is larger than {self._max_bytes / 1e6:.0f} MB"
-                raise httpx2.RemoteProtocolError(text, request=self._limits[2])
+            if size > self.max_bytes:
+                text = f"the response is larger than {self.max_bytes / 1e6:.0f} MB"
+                raise httpx2.RemoteProtocolError(text, request=self.request)
             yield chunk
 
     async def aclose(self) -> None:
         """Close the stream that this one reads."""
-        await self._stream.aclose()
+        await self.stream.aclose()
 
 
 def _make_listener_trace(owner: OwnListener) -> Callable[[str, dict[str, Any]], Awaitable[None]]:

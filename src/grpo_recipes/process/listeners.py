@@ -14,6 +14,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -29,16 +30,16 @@ class ForeignListener(ConnectionError):
     """A process that does not belong to this run listens on the port; nothing was sent to it."""
 
 
+@dataclass(eq=False)
 class OwnListener:
-    """Check that the listener on ``host:port`` of this machine is the process ``root()`` or one of its descendants.
+    """Check that the listener on ``host:port`` of this machine is the process ``root()`` or one of its descendants."""
 
-    ``root`` returns a pid, or None if the run has no such process at that time. Then every listener is foreign.
-    """
-
-    def __init__(self, host: str, port: int, root: Callable[[], int | None]) -> None:
-        self._host, self._port, self._root = host, port, root
-        # Our listening sockets: inode -> a descriptor below /proc that has it open. The kernel does not reuse inodes.
-        self._verified: dict[int, str] = {}
+    host: str
+    port: int
+    root: Callable[[], int | None]
+    """Returns a pid, or None if the run has no such process at that time. Then every listener is foreign."""
+    _verified: dict[int, str] = field(default_factory=dict, init=False)
+    """Our listening sockets: inode -> a descriptor below /proc that has it open. The kernel does not reuse inodes."""
 
     def find_own_sockets(self) -> frozenset[int]:
         """Return the inodes of the sockets that listen on the port, if all of them belong to the run's processes.
@@ -49,14 +50,21 @@ class OwnListener:
         # While a socket of ours listens, no other process can listen there.
         if self._verified and all(_read_socket_inode(file) == inode for inode, file in self._verified.items()):
             return frozenset(self._verified)
-        starting = not self._verified and _refuses_connections(self._host, self._port)
-        listening = frozenset() if starting else find_listening_sockets(self._host, self._port)
+        starting = not self._verified and _refuses_connections(self.host, self.port)
+        listening = frozenset() if starting else find_listening_sockets(self.host, self.port)
         if not listening:
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"{os.strerror(errno.ECONNREFUSED)}: nothing listens")
-        root = self._root()
-        sockets = dict(list_open_sockets(_list_process_family(root))) if root is not None else {}
+        # The root and its living descendants that run as this user: another user may reuse a pid.
+        root = self.root()
+        family = [] if root is None else [root, *(child.pid for child in descendants(root))]
+        pids = []
+        for pid in family:
+            with contextlib.suppress(psutil.Error):
+                if psutil.Process(pid).uids().effective == os.geteuid():
+                    pids.append(pid)
+        sockets = dict(list_open_sockets(pids))
         if not listening <= sockets.keys():
-            raise ForeignListener(f"another process listens on {self._host}:{self._port}: nothing was sent to it")
+            raise ForeignListener(f"another process listens on {self.host}:{self.port}: nothing was sent to it")
         self._verified = {inode: sockets[inode] for inode in listening}
         return listening
 
@@ -70,17 +78,7 @@ class OwnListener:
         sockets_before = self.find_own_sockets()
         yield
         if self.find_own_sockets() != sockets_before:
-            raise ForeignListener(f"the listener on {self._host}:{self._port} changed: nothing was sent to it")
-
-
-def _list_process_family(root: int) -> list[int]:
-    """Return the pids of ``root`` and its living descendants that run as this user; another user may reuse a pid."""
-    pids = []
-    for pid in (root, *(child.pid for child in descendants(root))):
-        with contextlib.suppress(psutil.Error):
-            if psutil.Process(pid).uids().effective == os.geteuid():
-                pids.append(pid)
-    return pids
+            raise ForeignListener(f"the listener on {self.host}:{self.port} changed: nothing was sent to it")
 
 
 def _refuses_connections(host: str, port: int) -> bool:

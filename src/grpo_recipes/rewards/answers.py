@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from grpo_recipes.rewards.notation import DOLLAR, clean_answer, find_closing_brace, strip_braces
+from grpo_recipes.rewards.notation import DOLLAR, clean_answer, find_closing_bracket, strip_braces
 from grpo_recipes.rewards.units import normalize_unit, split_trailing_unit
 
 LONGEST_ANSWER = 500  # characters; longer texts are compared unchanged, since cleaning is for answers, not for essays
@@ -144,13 +144,13 @@ def extract_last_boxed(text: str) -> str | None:
     if not last["brace"]:
         unbraced = _UNBRACED.match(text, last.end())
         return unbraced[0].rstrip(".,;") if unbraced else None
-    end = find_closing_brace(text, last.start())
+    end = find_closing_bracket(text, last.start())
     if end < 0:
         return None
     first = last.start()
     box, boxes_differ = text[first : end + 1], False
     for earlier in boxes:
-        close = find_closing_brace(text, earlier.start()) if earlier["brace"] else -1
+        close = find_closing_bracket(text, earlier.start()) if earlier["brace"] else -1
         between = text[close + 1 : first]
         if close < 0 or not (_BETWEEN_BOXES.fullmatch(between) and _SEPARATOR.search(between)):
             break

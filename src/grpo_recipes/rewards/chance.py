@@ -16,6 +16,7 @@ import importlib.machinery
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -72,21 +73,21 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+@dataclass(eq=False)
 class _Loader(importlib.abc.Loader):
     """Load a module with its own loader, then seed it."""
 
-    def __init__(self, loader: importlib.abc.Loader):
-        self._loader = loader
+    loader: importlib.abc.Loader
 
     def __getattr__(self, name: str) -> Any:
         """Return the attribute of the module's own loader."""
-        return getattr(self._loader, name)  # some packages read resources or source code through the loader
+        return getattr(self.loader, name)  # some packages read resources or source code through the loader
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         """Create the module with its own loader."""
-        return self._loader.create_module(spec)
+        return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         """Run the module's code, then seed it."""
-        self._loader.exec_module(module)
+        self.loader.exec_module(module)
         _seed_module(module)

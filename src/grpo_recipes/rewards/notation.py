@@ -141,7 +141,7 @@ def _replace_scripts(sign: str, plain: dict[int, int], match: re.Match[str]) -> 
 
 def strip_braces(text: str) -> str:
     """Return a text without the pairs of braces that surround the whole text: ``5`` for ``{{5}}``."""
-    while text.startswith("{") and find_closing_brace(text, 0) == len(text) - 1:
+    while text.startswith("{") and find_closing_bracket(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
     return text
 
@@ -150,7 +150,7 @@ def _unwrap_commands(text: str) -> str:
     r"""Return a text with the content of ``\boxed{…}``, ``\text{…}`` and similar commands instead of the commands."""
     text, start = _BARE_BOX.sub(" ", text) if "box" in text else text, 0
     while match := _COMMANDS.search(text, start):
-        end = find_closing_brace(text, match.end() - 1)
+        end = find_closing_bracket(text, match.end() - 1)
         if end < 0:
             start = match.end()
             continue
@@ -161,15 +161,10 @@ def _unwrap_commands(text: str) -> str:
     return text
 
 
-def find_closing_brace(text: str, start: int) -> int:
-    """Return the index of the brace that closes the first brace at or after ``start``. -1 if there is none."""
-    return find_closing_bracket(text, start, "{}")
-
-
-def find_closing_bracket(text: str, start: int, brackets: str) -> int:
+def find_closing_bracket(text: str, start: int, brackets: str = "{}") -> int:
     """Return the index of the bracket that closes the first bracket at or after ``start``. -1 if there is none.
 
-    ``brackets`` is the pair to search, for example ``"{}"``.
+    ``brackets`` is the pair to search: braces by default.
     """
     depth = 0
     for bracket in _PAIRS[brackets].finditer(text, start):

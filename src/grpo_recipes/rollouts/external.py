@@ -6,14 +6,13 @@ sampled only for this check.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import requests
-import torch
 
 from grpo_recipes.errors import ConfigError, config_error, translate_errors
 from grpo_recipes.process.sessions import BoundedAdapter, secure_session
@@ -23,7 +22,7 @@ from grpo_recipes.rollouts.openai import VLLM, CompletionClient, Failed, Sample,
 from grpo_recipes.runs.rundir import Run
 from grpo_recipes.weights.client import BridgeClient, Metadata, NamedTensors
 from grpo_recipes.weights.file import write_weights
-from grpo_recipes.weights.transport import Answer, ServerAdapter, ServerError
+from grpo_recipes.weights.transport import ServerAdapter, ServerError
 
 KEY = "vllm_server_base_url"
 _PROBED_TOKENS = 32  # length of the completion that verifies the weights
@@ -121,13 +120,6 @@ class ExternalClient(BridgeClient):
     def get_server_info(self) -> dict[str, Any]:
         """Return a fixed ``logprobs_mode`` that TRL accepts. The launch has rejected servers with another mode."""
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}
-
-    def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """Do nothing: the server reads files, so no channel is needed."""
-
-    def _repeat_through_restarts(self, request: Callable[[], Answer]) -> Answer:
-        """Make a request with retries, but do not wait for a restart: the launcher does not restart this server."""
-        return self._retry(request)
 
     def update_named_params(self, metadata: Metadata, named_params: NamedTensors) -> None:
         """Write the weights to a file in GRPO_SYNC_DIR, and let the server load it."""

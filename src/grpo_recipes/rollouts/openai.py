@@ -324,7 +324,7 @@ class CompletionClient:
         finish_reason, deadline = None, time.monotonic() + self.timeout
         failures = (openai.APIError, httpx2.HTTPError)  # inside a stream, openai does not convert errors of httpx2
         with translate_errors(failures, lambda error: NoCompletion(_describe(error))), asyncio.Runner() as runner:
-            client = runner.run(self._make_client_in_loop(self.timeout, self.attempts - 1))
+            client = self._make_client(self.timeout, self.attempts - 1)
             try:
                 chunks = runner.run(client.chat.completions.create(**arguments, stream=True, extra_body=body))
                 while (chunk := runner.run(_get_next_chunk(chunks))) is not None:
@@ -339,10 +339,6 @@ class CompletionClient:
         if finish_reason not in _FINISH_REASONS:
             problem = f"the reply ended by '{finish_reason}'" if finish_reason else "the server broke the reply off"
             raise NoCompletion(problem)
-
-    async def _make_client_in_loop(self, timeout: float, retries: int) -> openai.AsyncOpenAI:
-        """Call ``_make_client`` in the running event loop, which will use the client."""
-        return self._make_client(timeout, retries)
 
     def _make_client(self, timeout: float, retries: int) -> openai.AsyncOpenAI:
         """Return an OpenAI client of the server with these seconds per request and number of retries."""

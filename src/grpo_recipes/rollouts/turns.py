@@ -65,8 +65,7 @@ class Noise:
     Libraries draw from the global generators, so episodes that alternate in one process would change each other.
     """
 
-    def __init__(self) -> None:
-        self._state: tuple[Any, Any] | None = None
+    _state: tuple[Any, Any] | None = None  # of ``random`` and of NumPy
 
     def seed(self, *parts: int | str) -> None:
         """Restart the episode's random generators with a seed derived from these parts."""
@@ -78,13 +77,16 @@ class Noise:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Use the episode's generators in the block, then save them for the next call and restore the global state."""
+        import numpy
+
         with restoring_noise():
             if self._state is not None:
-                _set_noise(self._state)
+                random.setstate(self._state[0])
+                numpy.random.set_state(self._state[1])
             try:
                 yield
             finally:
-                self._state = _current_noise()
+                self._state = random.getstate(), numpy.random.get_state()
 
 
 @contextlib.contextmanager
@@ -98,27 +100,15 @@ def seeded_noise(*parts: int | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restoring_noise() -> Iterator[None]:
-    """Restore the states of the global random generators after the block."""
-    state = _current_noise()
+    """Restore the states of the global random generators of ``random`` and NumPy after the block."""
+    import numpy
+
+    state, numpy_state = random.getstate(), numpy.random.get_state()
     try:
         yield
     finally:
-        _set_noise(state)
-
-
-def _current_noise() -> tuple[Any, Any]:
-    """Return the states of the global generators of ``random`` and NumPy."""
-    import numpy
-
-    return random.getstate(), numpy.random.get_state()
-
-
-def _set_noise(state: tuple[Any, Any]) -> None:
-    """Set the global generators to a result of ``_current_noise``."""
-    import numpy
-
-    random.setstate(state[0])
-    numpy.random.set_state(state[1])
+        random.setstate(state)
+        numpy.random.set_state(numpy_state)
 
 
 def derive_seed(*parts: int | str) -> int:

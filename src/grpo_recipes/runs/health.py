@@ -58,19 +58,19 @@ class Notice:
         return f"{self.text}. Fix: {self.fix}"
 
 
+@dataclass(eq=False)
 class Health:
-    """Apply the rules to a run's metrics row by row; ``value`` returns the value of a recipe key in this run."""
+    """Apply the rules to a run's metrics row by row."""
 
-    def __init__(self, value: Value):
-        self.value = value
-        self.rows = 0  # rows so far
-        self.last = 0  # step of the last row
-        self.max_steps = 0.0
-        self.streaks = {name: _Streak() for name in _STREAKS}
-        self.metrics = {key: _Metric() for key in _METRICS}
-        self.silent: dict[str, int] = {}  # reward -> consecutive rows, up to the last row, with a mean of 0
-        self._since: dict[str, int] = {}  # rule -> first step of its last notice
-        self._rows_since: dict[str, int] = {}  # rule -> rows since it last held
+    value: Value
+    rows: int = 0  # rows so far
+    last: int = 0  # step of the last row
+    max_steps: float = 0.0
+    streaks: dict[str, _Streak] = field(default_factory=lambda: {name: _Streak() for name in _STREAKS})
+    metrics: dict[str, _Metric] = field(default_factory=lambda: {key: _Metric() for key in _METRICS})
+    silent: dict[str, int] = field(default_factory=dict)  # reward -> consecutive last rows with a mean of 0
+    _since: dict[str, int] = field(default_factory=dict)  # rule -> first step of its last notice
+    _rows_since: dict[str, int] = field(default_factory=dict)  # rule -> rows since it last held
 
     def add(self, row: Row) -> list[Notice]:
         """Add the next row; return notices that hold now and did not hold in the ``ENOUGH_STEPS`` rows before it.
@@ -178,14 +178,12 @@ def summarize_rewards(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | No
 
     If no row has a reward, also return ``initial_loss`` and ``final_loss``.
     """
-
-    def average(name: str) -> dict[str, float | None]:
-        """Return the initial and the final value of a metric, by these names."""
-        first, last = average_first_and_last(drop_missing(finite_number(row.get(name)) for row in rows))
-        return {f"initial_{name}": first, f"final_{name}": last}
-
     has_rewards = not rows or any("reward" in row for row in rows)
-    return average("reward") | ({} if has_rewards else average("loss"))
+    averages: dict[str, float | None] = {}
+    for name in ("reward",) if has_rewards else ("reward", "loss"):
+        first, last = average_first_and_last(drop_missing(finite_number(row.get(name)) for row in rows))
+        averages |= {f"initial_{name}": first, f"final_{name}": last}
+    return averages
 
 
 def format_rewards(first: float, last: float, steps: int) -> str:
@@ -300,7 +298,7 @@ _STREAKS: dict[str, Callable[[Row], bool | None]] = {
     "loss not finite": _make_not_finite_test("loss"),
     "wrong weights": _make_metric_test("maxent/incorrect_mass", lambda mass: mass > WRONG_WEIGHT),
 }
-_METRICS = (
+_METRICS: tuple[str, ...] = (
     "frac_reward_zero_std", "completions/clipped_ratio", "rewards/no_verdict", "kl", "grad_norm", "entropy",
     "learning_rate", "maxent/incorrect_mass", "maxent/tau", *(f"maxent/{name}" for name in TAU_TARGETS.values()),
 )  # fmt: skip

@@ -104,7 +104,12 @@ class Trace:
             return
         try:
             if self._descriptor is None:
-                self._descriptor = _open_for_rows(self._run_dir / FOLDER / f"{self._process}.jsonl")
+                path = self._run_dir / FOLDER / f"{self._process}.jsonl"
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+                size = os.fstat(self._descriptor).st_size
+                if size and os.pread(self._descriptor, 1, size - 1) != b"\n":  # an incomplete row, left by a kill
+                    os.write(self._descriptor, b"\n")
             os.write(self._descriptor, row)
         except OSError as error:
             self._failed = True
@@ -115,16 +120,6 @@ def measure_process_age() -> float:
     """Return the seconds since this process started."""
     started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _open_for_rows(path: Path) -> int:
-    """Open a file to append rows, and return its descriptor. End an incomplete last row, which a kill can leave."""
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    size = os.fstat(descriptor).st_size
-    if size and os.pread(descriptor, 1, size - 1) != b"\n":
-        os.write(descriptor, b"\n")
-    return descriptor
 
 
 def write_trace(run_dir: Path) -> Path | None:

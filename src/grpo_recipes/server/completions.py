@@ -7,6 +7,7 @@ requests after their client has disconnected. Tokens are not converted to text.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
 router = APIRouter()
 
 
+@dataclass(eq=False)
 class AddServerEndpoints:
     """Middleware that adds our endpoints and those of extensions, and seeds replicas, when vLLM starts."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Add the endpoints and seed replicas at the application's startup event; pass every request on."""
@@ -40,7 +41,7 @@ class AddServerEndpoints:
             for endpoints in (router, replicas.router, *parts("server_routes")):
                 scope["app"].include_router(endpoints)
             await replicas.seed_replicas(scope["app"])
-        await self._app(scope, receive, send)
+        await self.app(scope, receive, send)
 
 
 class TokensRequest(CompletionRequest):

@@ -13,6 +13,7 @@ import contextlib
 import hmac
 import json
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,6 +86,7 @@ def _read_authorization(token_file: str) -> bytes:
     return f"Bearer {Path(token_file).read_text().strip()}".encode()
 
 
+@dataclass(eq=False)
 class ReportActivity:
     """Answer ``GET /grpo/activity``, and add the step of the weights (``POLICY_HEADER``) to every answer.
 
@@ -94,10 +96,10 @@ class ReportActivity:
     in other terminals get 503, since the server may have other weights than the trainer, for example after a restart.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._requests = 0
-        self._policy: bytes | None = None  # optimizer step of the last completed sync
+    app: ASGIApp
+    _requests: int = field(default=0, init=False)
+    _policy: bytes | None = field(default=None, init=False)
+    """Optimizer step of the last completed sync."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer requests for the activity; pass on all others, and count POST requests while they run.
@@ -106,8 +108,11 @@ class ReportActivity:
         an environment gets 503.
         """
         kind, method = scope["type"], scope.get("method")
-        if kind == "http" and self._policy is not None:
-            send = _add_policy_header(send, self._policy)
+        counted = kind == "http" and method == "POST"
+        ends_sync = counted and scope["path"] == SYNCED_PATH
+        answer = _Answer(send, self._policy, keeps_body=ends_sync)
+        if kind == "http":
+            send = answer.send
         if kind == "http" and method == "GET" and scope["path"] == ACTIVITY_PATH:
             # The engine client counts a completion in the same call that sends it to the engine. So each counted
             # completion reaches the engine before any later request.
@@ -120,41 +125,34 @@ class ReportActivity:
         if scope.get(_FROM_ENVIRONMENT) and self._policy is None:
             await _send_answer(send, 503, b"text/plain", b"the server waits for the trainer's weights")
             return
-        counted = kind == "http" and method == "POST"
-        ends_sync = counted and scope["path"] == SYNCED_PATH
-        step = dict(scope.get("headers", ())).get(_POLICY) if ends_sync else None
-        answer = _RecordedAnswer(send)
         self._requests += counted
         try:
-            await self._app(scope, receive, answer.send if step else send)
+            await self.app(scope, receive, send)
         finally:
             self._requests -= counted
+        step = dict(scope.get("headers", ())).get(_POLICY) if ends_sync else None
         if step and step.isdigit() and answer.is_success():
             self._policy = step
 
 
-def _add_policy_header(send: Send, policy: bytes) -> Send:
-    """Return an ASGI ``send`` function that adds the optimizer step of the weights to the response headers."""
+@dataclass(eq=False)
+class _Answer:
+    """Send a response's messages on with the optimizer step of the weights as a header."""
 
-    async def send_with_header(message: Message) -> None:
-        """Send a message on, and add the header to the start of the response."""
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", ()), (_POLICY, policy)]}
-        await send(message)
-
-    return send_with_header
-
-
-class _RecordedAnswer:
-    """Send a response's messages on, and keep its body."""
-
-    def __init__(self, send: Send) -> None:
-        self._send, self._body = send, b""
+    send_on: Send
+    policy: bytes | None
+    """The optimizer step; None before the first sync, without a header."""
+    keeps_body: bool
+    """Whether the body is kept for ``is_success``."""
+    body: bytes = b""
 
     async def send(self, message: Message) -> None:
-        """Send a message on, and append its body."""
-        self._body += message.get("body", b"")
-        await self._send(message)
+        """Send a message on. Add the header to the start of the response, and keep the body."""
+        if message["type"] == "http.response.start" and self.policy is not None:
+            message = {**message, "headers": [*message.get("headers", ()), (_POLICY, self.policy)]}
+        if self.keeps_body:
+            self.body += message.get("body", b"")
+        await self.send_on(message)
 
     def is_success(self) -> bool:
         """Return whether the body is JSON with ``success: true``: every replica has emptied its prefix cache.
@@ -162,5 +160,5 @@ class _RecordedAnswer:
         A replica does not empty it while a request uses a part of it.
         """
         with contextlib.suppress(ValueError, AttributeError):
-            return json.loads(self._body).get("success") is True
+            return json.loads(self.body).get("success") is True
         return False

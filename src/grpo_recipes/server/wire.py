@@ -7,6 +7,7 @@ OpenAI-compatible server would contain text, tokens as strings, and every log-pr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ BYTES_PER_TOKEN = 8  # an id and a log-prob
 LOWEST_LOGPROB = -9999.0  # represents minus infinity, as in vLLM's own answers
 
 
+@dataclass(eq=False)
 class TokenLogprobs:
     """The log-probs of a completion, (T, 1), read like lists of one number: ``row[5][0]``, ``[x for (x,) in row]``.
 
@@ -31,17 +33,17 @@ class TokenLogprobs:
     axis is TRL's, which allows the log-probs of several tokens at a position.
     """
 
-    def __init__(self, logprobs: NDArray[np.float32]) -> None:
-        self._logprobs = logprobs
+    logprobs: NDArray[np.float32]
+    """(T,)"""
 
     def __len__(self) -> int:
-        return len(self._logprobs)
+        return len(self.logprobs)
 
     def __getitem__(self, index: int) -> tuple[float]:
-        return (float(self._logprobs[index]),)
+        return (float(self.logprobs[index]),)
 
     def __iter__(self) -> Iterator[tuple[float]]:
-        return zip(self._logprobs.tolist())
+        return zip(self.logprobs.tolist())
 
     def __eq__(self, other: object) -> bool:
         """Compare the numbers, also with lists of one number."""

@@ -19,6 +19,7 @@ from typing import Any
 from datasets import IterableDataset
 from trl.trainer.utils import RepeatSampler
 
+from grpo_recipes.attributes import replace_attributes
 from grpo_recipes.rollouts.backends import Rollouts, ServerRollouts, Tokens, make_rollouts
 from grpo_recipes.runs.stop_request import POLL_SECONDS
 from grpo_recipes.trainers.checkpoints import begin_epoch
@@ -114,7 +115,7 @@ class RoundsAhead(AheadRollouts):
         """Return the result of ``draw``, TRL's sampler, whose request a round that was sampled ahead may answer."""
         if self._client is None:
             return draw()
-        with self._client.replacing_generate(partial(self._answer_request, self._client.generate)):
+        with replace_attributes(self._client, generate=partial(self._answer_request, self._client.generate)):
             return draw()
 
     def start_round(self, name: str, prompts: list[Any]) -> None:
@@ -175,7 +176,7 @@ class OverlappedRollouts(AheadRollouts):
         else:
             sample, transfers = self._client.generate, self.transfers
             self._request = {}
-            with self._client.replacing_generate(partial(self._answer_request, sample)):
+            with replace_attributes(self._client, generate=partial(self._answer_request, sample)):
                 completions = draw()
             if self._request and not self._client.is_stopping():
                 if self.guarded and self.transfers != transfers:

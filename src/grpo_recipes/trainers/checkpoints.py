@@ -270,8 +270,8 @@ class Preemption:
     step stays in memory, so that the checkpoint has nothing of the unfinished step.
     """
 
-    def __init__(self, trainer: InnerTrainer, stop: StopRequest):
-        self._trainer = trainer
+    def __init__(self, trainer: InnerTrainer, checkpoints: Checkpoints, stop: StopRequest):
+        self._trainer, self._checkpoints = trainer, checkpoints
         self.stop = stop
         self._agreed = False
         self._last_step: tuple[dict[str, Any], Callable[[], None]] | None = None
@@ -299,7 +299,7 @@ class Preemption:
         Do nothing after the last step.
         """
         if self._stoppable:
-            self._last_step = self._trainer.checkpoints.state(), capture_random_states()
+            self._last_step = self._checkpoints.state(), capture_random_states()
             self.stop_if_agreed()
 
     def save_last_step(self) -> StoppedOnRequest:
@@ -311,7 +311,7 @@ class Preemption:
         if self._last_step is None:
             return make_stop_before_first_step(Path(trainer.args.output_dir))
         state, restore_random_states = self._last_step
-        trainer.checkpoints.restore(state)
+        self._checkpoints.restore(state)
         restore_random_states()
         trainer._save_checkpoint(trainer.model, None)
         return StoppedOnRequest(f"after step {trainer.state.global_step}, state saved")

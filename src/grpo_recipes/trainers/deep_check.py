@@ -213,7 +213,7 @@ def _check_prompts(rows: list[dict[str, Any]], check: DeepCheck) -> list[str]:
     if characters > _MANY_CHARACTERS:
         message = f"grpo: counting the tokens of {len(prompts)} prompts, {characters:,} characters in all"
         print(message, file=sys.stderr, flush=True)
-    lengths = renderer.lengths(prompts)
+    lengths = [len(ids) for ids in renderer.ids(prompts)]
     limit = recipe.data.max_prompt_length
     fitting = sum(length <= limit for length in lengths) if limit else len(lengths)
     if not fitting:

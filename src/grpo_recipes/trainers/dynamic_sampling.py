@@ -18,7 +18,7 @@ run draws the same ones. Several ranks replace the same groups as one rank.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -98,7 +98,9 @@ class DynamicSampling:
         trainer, size = self._trainer, self._trainer.num_generations
         groups = len(prompts) * trainer.accelerator.num_processes // size
         self._start_round(1, groups * self._read_dropped_fraction())
-        rewards_BR = self._score(self._rows, prompts, generated)
+        rewards_BR = trainer._calculate_rewards(
+            self._rows, prompts, generated[_COMPLETIONS], generated[_COMPLETION_IDS]
+        )
         first_reward = sum_weighted_rewards(rewards_BR, trainer.reward_weights).nanmean().item()
         equal, rounds = self._find_equal_groups(rewards_BR), 0
         drawn, dropped, tokens = groups, len(equal), self._count_tokens(generated)
@@ -124,10 +126,6 @@ class DynamicSampling:
         }
         for name, value in metrics.items():
             trainer.add_metric(name, float(value))
-
-    def _score(self, rows: list[Row], prompts: list[Any], generated: Columns) -> torch.Tensor:
-        """Return the rewards of these completions of all ranks, (B, rewards)."""
-        return self._trainer._calculate_rewards(rows, prompts, generated[_COMPLETIONS], generated[_COMPLETION_IDS])
 
     def _find_equal_groups(self, rewards_BR: torch.Tensor) -> list[int]:
         """Return the numbers of the groups without a signal.
@@ -156,7 +154,7 @@ class DynamicSampling:
         several times if necessary. Its repetitions are ignored.
         """
         trainer, size = self._trainer, self._trainer.num_generations
-        name = self._name_round(number)
+        name = f"{self._name}/round-{number}"  # prompts and sampling seeds of the round derive from it
         chosen = self._ahead or self._choose_indices(missing, name)
         filled, count = self._fill_ranks(chosen), len(chosen)
         per_rank = len(filled) // trainer.accelerator.num_processes
@@ -167,12 +165,14 @@ class DynamicSampling:
         generated = generate(prompts)
         trainer.rollouts.seeds.name_generation(self._name)
         self._start_round(number + 1, missing - count * useful_fraction)
-        rewards_BR = self._score(rows, prompts, generated)[: count * size]
+        rewards_BR = trainer._calculate_rewards(rows, prompts, generated[_COMPLETIONS], generated[_COMPLETION_IDS])
+        rewards_BR = rewards_BR[: count * size]
         equal = self._find_equal_groups(rewards_BR)
         useful = [group for group in range(count) if group not in equal]
+        columns = [generated[column] or [None] * len(rows) for column in _COLUMNS]  # TRL may return no such column
         completions = {
             first + group: [
-                Completion(rows[row], prompts[row], tuple(_value_at(generated[column], row) for column in _COLUMNS))
+                Completion(rows[row], prompts[row], tuple(column[row] for column in columns))
                 for row in range(group * size, (group + 1) * size)
             ]
             for group in range(per_rank)
@@ -190,7 +190,7 @@ class DynamicSampling:
         trainer, self._ahead = self._trainer, []
         count = math.ceil(round(expected, 6))
         if trainer.rollouts.samples_rounds and count > 0 and number <= trainer.args.dynamic_sampling_max_rounds:
-            name = self._name_round(number)
+            name = f"{self._name}/round-{number}"
             self._ahead = self._choose_indices(count, name)
             prompts = [trainer.train_dataset[index]["prompt"] for index in self._fill_ranks(self._ahead)]
             trainer.rollouts.start_round(name, prompts)
@@ -201,10 +201,6 @@ class DynamicSampling:
             if drawn := logs.get("dynamic_sampling/groups_drawn"):
                 return float(logs["dynamic_sampling/groups_dropped"] / drawn)
         return 0.0
-
-    def _name_round(self, number: int) -> str:
-        """Return the name from which the prompts and sampling seeds of a round derive."""
-        return f"{self._name}/round-{number}"
 
     def _fill_ranks(self, indices: list[int]) -> list[int]:
         """Repeat the last of these rows of the training set until their number is a multiple of the ranks."""
@@ -239,8 +235,3 @@ class DynamicSampling:
                 for column, value in zip(_COLUMNS, completion.values, strict=True):
                     if generated[column] is not None:
                         generated[column][row] = value
-
-
-def _value_at(column: Sequence[Any] | None, row: int) -> Any:
-    """Return the value of a column in a row; None if TRL returned no such column."""
-    return None if column is None else column[row]

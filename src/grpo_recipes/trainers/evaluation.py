@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -42,7 +43,7 @@ class Evaluation:
         self.rewards: list[torch.Tensor] | None = None  # (B, rewards) for each batch; None outside an evaluation
         self._answers: list[str | None] = []  # answers in the same completions
         self._set: str | None = None
-        self._inside = False  # True in an evaluation and while one is due, because a stop ends it as a whole
+        self.is_running = False  # True in an evaluation and while one is due, because a stop ends it as a whole
         self.earlier_metrics: dict[
             str | None, dict[str, float]
         ] = {}  # by set: written for this step by an earlier attempt
@@ -79,11 +80,6 @@ class Evaluation:
             }
             self.earlier_metrics[row.get("set")] = numbers
 
-    @property
-    def is_running(self) -> bool:
-        """Whether an evaluation is running or due."""
-        return self._inside
-
     def start_batch(self) -> None:
         """Increase the batch number, which is part of the sampling seeds."""
         self.batch += 1
@@ -94,13 +90,13 @@ class Evaluation:
 
         An evaluation that ends does not clear ``owed``: ``repeat_owed_evaluation`` clears it before it evaluates.
         """
-        self._inside = True
+        self.is_running = True
         try:
             yield
         except Stopped:
             self.owed = True
         finally:
-            self._inside, self.earlier_metrics = False, {}
+            self.is_running, self.earlier_metrics = False, {}
 
     @contextmanager
     def running(self, name: str | None = None) -> Iterator[None]:
@@ -125,7 +121,7 @@ class Evaluation:
             ):
                 yield
         except Stopped:
-            if self._inside:
+            if self.is_running:
                 raise
 
     @contextmanager
@@ -139,11 +135,11 @@ class Evaluation:
         """
         trainer = self._trainer
         logs, is_training = copy_containers(trainer._logs), trainer.model.training
-        outer_set, is_nested = self._set, self._inside
+        outer_set, is_nested = self._set, self.is_running
         due_actions = trainer.control.should_log, trainer.control.should_evaluate
         restore_random_states = capture_random_states()
         try:
-            self._set, self._inside = name, True
+            self._set, self.is_running = name, True
             with trainer.rows.evaluating():
                 # The seed depends on step, rank and set, so a late evaluation draws the same completions.
                 seed = trainer.args.seed if trainer.args.eval_sampling_seed is None else trainer.args.eval_sampling_seed
@@ -152,7 +148,7 @@ class Evaluation:
                 set_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big"))
                 yield
         finally:
-            self._set, self._inside = outer_set, is_nested
+            self._set, self.is_running = outer_set, is_nested
             restore_random_states()
             replace_contents(trainer._logs, logs)
             self.rewards = None
@@ -217,14 +213,16 @@ class Evaluation:
         return output
 
 
+@dataclass(eq=False)
 class CountedStream(torch.utils.data.IterableDataset[Any]):
     """A stream that counts its rows, because accelerate fills up the last batch.
 
     accelerate would distribute a plain stream of several files by file, and processes would wait for each other.
     """
 
-    def __init__(self, stream: Any):
-        self.stream, self.rows = stream, 0
+    stream: Any
+    rows: int = 0
+    """Number of rows in the last pass."""
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the rows, and count them in ``rows`` from 0."""

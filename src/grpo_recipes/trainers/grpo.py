@@ -21,7 +21,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput
 from trl.trainer.utils import RepeatSampler
 
-from grpo_recipes.algorithms.maxent import KLController, TauController
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.rollouts.source import Source
 from grpo_recipes.runs.stop_request import Stopped, StopRequest
@@ -40,7 +39,7 @@ from grpo_recipes.trainers.metrics import MetricsRows, to_json_number
 from grpo_recipes.trainers.micro_batches import MicroBatches
 from grpo_recipes.trainers.model import configured_reference, loaded_by_every_rank, merge_parameters, reject_shards
 from grpo_recipes.trainers.passes import SharedComputation, compute_in_trimmed_passes
-from grpo_recipes.trainers.protocol import Computed
+from grpo_recipes.trainers.protocol import Computed, Controller
 from grpo_recipes.trainers.rank import keep_outputs_as_computed
 from grpo_recipes.trainers.samples import write_samples
 from grpo_recipes.trainers.sampling import building_vllm_client, changing_sampling
@@ -76,10 +75,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             torch.backends.cuda.enable_cudnn_sdp(False)
         stop = stop or StopRequest(run_dir)
         self._kl_controller = controller = make_kl_controller(args)
-        self.controllers: dict[str, KLController | TauController] = {"kl": controller} if controller else {}
+        self.controllers: dict[str, Controller] = {"kl": controller} if controller else {}
         self.checkpoints = Checkpoints(self)
         self.checks = Checks(self)
-        self.preemption = Preemption(self, stop)
+        self.preemption = Preemption(self, self.checkpoints, stop)
         self.scoring = Scoring(self, run_dir, reward_max_no_verdict)
         self.evaluation = Evaluation(self, run_dir)
         self.source = source

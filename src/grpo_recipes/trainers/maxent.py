@@ -54,6 +54,7 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         self._objective = OBJECTIVES[args.maxent_objective]
         self._fixed_tau = self._objective.tau_or_default(args.maxent_tau)
         self._target_beta = args.maxent_beta if self._objective.targets_q else 0.0
+        self._tau_controller: maxent.TauController | None = None  # moves tau toward its target; None if tau is fixed
         set_loss_keys(args, self._objective)
         beta = args.beta
         if beta == 0.0 and args.kl_target is None:
@@ -67,10 +68,11 @@ class MaxEntGRPOTrainer(GRPOTrainer):
             if len(targets) > 1:
                 raise ValueError(f"{' and '.join(targets)} can't be combined. Fix: keep one target of tau")
             assert self._fixed_tau is not None  # only objectives with a temperature have targets
-            self.controllers["tau"] = maxent.TauController(
+            self._tau_controller = maxent.TauController(
                 self._fixed_tau, args.maxent_tau_lr, args.maxent_tau_min, args.maxent_tau_max,
                 TAU_TARGETS[targets[0]], getattr(args, targets[0]), args.maxent_tau_warmup_steps,
             )  # fmt: skip
+            self.controllers["tau"] = self._tau_controller
         self._tau_measures: list[float] = []  # values for the controller of tau in this optimizer step
         # Sums of positive advantages in recent generations: on wrong answers, on all judged answers.
         self._on_wrong: deque[tuple[float, float]] = deque(maxlen=_WARN_AFTER)
@@ -82,12 +84,6 @@ class MaxEntGRPOTrainer(GRPOTrainer):
         """The objective's current temperature. None for an objective without a temperature."""
         controller = self._tau_controller
         return controller.tau if controller else self._fixed_tau
-
-    @property
-    def _tau_controller(self) -> maxent.TauController | None:
-        """The controller that moves the temperature tau toward its target. None if tau is fixed."""
-        controller = self.controllers.get("tau")
-        return controller if isinstance(controller, maxent.TauController) else None
 
     def move_controllers(self) -> None:
         """After an optimizer step, adjust beta as in GRPO, and tau toward its target.
@@ -145,7 +141,13 @@ class MaxEntGRPOTrainer(GRPOTrainer):
 
         rewards_PG = sum_weighted_rewards(self.rewards_BR, self.reward_weights).double().view(-1, self.num_generations)
         learns_PG = ~rewards_PG.isnan() & (all_PG["lengths"] > 0)
-        judged_PG, right_PG = self._judge_answers(rewards_PG)
+        # Answers that are known to be right or wrong, and right answers, (P, G). Without an accuracy reward, an answer
+        # above the group's mean counts as right and others as wrong. In a group of equal rewards, none is known.
+        if (verdicts := accuracy(self.rewards_BR, self.reward_func_names)) is not None:
+            judged_PG, right_PG = (verdict_B.view_as(rewards_PG) for verdict_B in verdicts)
+        else:
+            right_PG = maxent.subtract_group_mean(rewards_PG) > maxent.EQUAL
+            judged_PG = right_PG.any(dim=1, keepdim=True).expand_as(right_PG)
         return Groups(
             rewards_PG=rewards_PG,
             lengths_PG=all_PG["lengths"],
@@ -156,18 +158,6 @@ class MaxEntGRPOTrainer(GRPOTrainer):
             ref_logps_PG=all_PG.get("ref"),
             policy_logps_PG=all_PG.get("policy"),
         )
-
-    def _judge_answers(self, rewards_PG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two masks, (P, G): answers that are known to be right or wrong, and answers that are right.
-
-        Without an accuracy reward, an answer above the group's mean counts as right and others as wrong. In a group of
-        equal rewards, none is known.
-        """
-        if (verdicts := accuracy(self.rewards_BR, self.reward_func_names)) is not None:
-            judged_B, right_B = verdicts
-            return judged_B.view_as(rewards_PG), right_B.view_as(rewards_PG)
-        right_PG = maxent.subtract_group_mean(rewards_PG) > maxent.EQUAL
-        return right_PG.any(dim=1, keepdim=True).expand_as(right_PG), right_PG
 
     def _compute_weights(self, groups: Groups) -> torch.Tensor:
         """Return the objective's weights, (P, G). In each group, the weights of completions that learn sum to 1.

@@ -145,38 +145,32 @@ class MetricsRows:
         """
         now, state = time.perf_counter(), self._trainer.state
         self._end_update(now)
-        self.trace.add("step", self._row_began or now, now, step=state.global_step)
+        began = self._row_began or now
+        self.trace.add("step", began, now, step=state.global_step)
         if self._trainer.accelerator.is_main_process:
-            self._append_row(logs, now)
+            step_seconds = now - began
+            tokens = state.num_input_tokens_seen - self._tokens_before
+            trained = step_seconds - self._seconds["evaluate"]
+            seconds = {**self._seconds, "update": step_seconds - sum(self._seconds.values()), "step": step_seconds}
+            row = {
+                "step": state.global_step,
+                "max_steps": state.max_steps,
+                **logs,
+                "tokens_per_second": tokens / trained if trained > 0 else 0.0,
+                **{f"seconds/{name}": value for name, value in seconds.items()},
+                "syncs": self._syncs,
+                **self._prompt_values,
+                **measure_memory(self._trainer.accelerator.device),
+            }
+            append_json(self._file, row)
+            if (tracked := find_tracked_runs()) != self._tracked:
+                write_json(self._file.with_name(TRACKED), tracked)
+                self._tracked = tracked
+        # Begin the next row.
         self._row_began = self._update_began = now
         self._row_step, self._tokens_before = state.global_step + 1, state.num_input_tokens_seen
         self._seconds, self._syncs = dict.fromkeys(PHASES, 0.0), 0
         self._prompt_values = {}
-
-    def _append_row(self, logs: dict[str, float], now: float) -> None:
-        """Append the row of the step that ends at ``now`` (as ``time.perf_counter()``) to ``metrics.jsonl``.
-
-        ``logs`` are TRL's metrics. Write ``tracked.json`` if an address in a tracker has changed.
-        """
-        state = self._trainer.state
-        step_seconds = now - (self._row_began or now)
-        tokens = state.num_input_tokens_seen - self._tokens_before
-        trained = step_seconds - self._seconds["evaluate"]
-        seconds = {**self._seconds, "update": step_seconds - sum(self._seconds.values()), "step": step_seconds}
-        row = {
-            "step": state.global_step,
-            "max_steps": state.max_steps,
-            **logs,
-            "tokens_per_second": tokens / trained if trained > 0 else 0.0,
-            **{f"seconds/{name}": value for name, value in seconds.items()},
-            "syncs": self._syncs,
-            **self._prompt_values,
-            **measure_memory(self._trainer.accelerator.device),
-        }
-        append_json(self._file, row)
-        if (tracked := find_tracked_runs()) != self._tracked:
-            write_json(self._file.with_name(TRACKED), tracked)
-            self._tracked = tracked
 
 
 def measure_memory(device: torch.device) -> dict[str, float]:

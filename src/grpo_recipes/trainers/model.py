@@ -125,8 +125,9 @@ def save_reference(trainer: InnerTrainer, folder: Path) -> None:
     Under FSDP and ZeRO-3 each rank writes its shard, otherwise only rank 0 writes. On a resume, TRL would load the
     initial model.
     """
+    assert trainer.ref_model is not None  # TRL requires it for sync_ref_model
     if shards_weights(trainer.accelerator) or trainer.accelerator.is_main_process:
-        shards = [get_local_shard(parameter) for parameter in _get_reference(trainer).parameters()]
+        shards = [get_local_shard(parameter) for parameter in trainer.ref_model.parameters()]
         torch.save(shards, _get_reference_file(trainer, folder))
 
 
@@ -135,18 +136,13 @@ def load_reference(trainer: InnerTrainer, folder: Path) -> None:
 
     Raise FileNotFoundError if this rank's file is missing.
     """
+    assert trainer.ref_model is not None  # TRL requires it for sync_ref_model
     path = _get_reference_file(trainer, folder)
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: sync_ref_model was not on when the checkpoint was made")
     shards = torch.load(path, map_location="cpu", weights_only=True)
-    for parameter, shard in zip(_get_reference(trainer).parameters(), shards, strict=True):
+    for parameter, shard in zip(trainer.ref_model.parameters(), shards, strict=True):
         get_local_shard(parameter).copy_(shard)
-
-
-def _get_reference(trainer: InnerTrainer) -> PreTrainedModel:
-    """Return the reference model, which a run with ``sync_ref_model`` has."""
-    assert trainer.ref_model is not None  # TRL requires it for sync_ref_model
-    return trainer.ref_model
 
 
 def _get_reference_file(trainer: InnerTrainer, folder: Path) -> Path:

@@ -147,10 +147,9 @@ def _max_over_ranks(trainer: InnerTrainer, *values: float) -> tuple[int, ...]:
 class SharedComputation:
     """Log-probs that several computations of a loss share, so that the forward pass is made once."""
 
-    def __init__(self) -> None:
-        self._is_shared = False
-        self._computed: Computed | None = None
-        self._read: Callable[[torch.Tensor], None] | None = None
+    _is_shared = False
+    _computed: Computed | None = None
+    _read: Callable[[torch.Tensor], None] | None = None
 
     @contextmanager
     def reading(self, read: Callable[[torch.Tensor], None]) -> Iterator[None]:

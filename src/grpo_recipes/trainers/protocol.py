@@ -51,12 +51,6 @@ class EvaluationState(EvaluationScope, Protocol):
 class CheckpointState(Protocol):
     """The state that our checkpoints add to transformers' (``checkpoints.Checkpoints``)."""
 
-    def state(self) -> dict[str, Any]:
-        """Return copies of this rank's state that a step changes and transformers does not save."""
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Set the trainer's attributes to a result of ``state``."""
-
     def mark_ended(self) -> None:
         """Mark this step's checkpoint: a callback ended the training. Called by every rank."""
 
@@ -98,6 +92,8 @@ class InnerTrainer(SamplingTrainer, Protocol):
     ref_model: PreTrainedModel | None
     reward_func_names: list[str]
     rewards_BR: torch.Tensor
+    controllers: dict[str, Controller]
+    """The adaptive coefficients by name."""
     temperature_B: torch.Tensor | None
     """Temperature of each row of the current computation of log-probs, (B,), if it differs from the recipe's."""
     num_iterations: int
@@ -120,10 +116,6 @@ class InnerTrainer(SamplingTrainer, Protocol):
     @property
     def _logs(self) -> Mapping[str, Any]:
         """TRL's table of completions of the last generation, by column."""
-
-    @property
-    def controllers(self) -> Mapping[str, Controller]:
-        """The adaptive coefficients by name."""
 
     @property
     def checkpoints(self) -> CheckpointState:
@@ -150,9 +142,6 @@ class InnerTrainer(SamplingTrainer, Protocol):
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
     ) -> torch.Tensor:
         """Return the rewards of these completions of all ranks, (B, rewards)."""
-
-    def save_model(self, output_dir: str) -> None:
-        """Write the model, as in transformers."""
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save a checkpoint of the current step."""

@@ -40,7 +40,10 @@ class Teacher:
             kwargs["dtype"] = torch.bfloat16 if args.bf16 else torch.float16
         kwargs.setdefault("trust_remote_code", args.trust_remote_code)
         model: Any = create_model_from_path(str(args.teacher_model_name_or_path), **kwargs)
-        _check_embeddings(model, trainer.model)
+        networks: tuple[Any, Any] = model, trainer.model
+        size, needed = (network.config.get_text_config().vocab_size for network in networks)
+        if size < needed:  # the trained model may sample tokens that the teacher does not know
+            raise config_error(KEY, f"the teacher has {size} embeddings, but the trained model has {needed}", FIX)
         model.requires_grad_(False)
         disable_dropout_in_model(model)
         add_fused_lm_head(model, trainer.temperature)
@@ -73,13 +76,6 @@ class Teacher:
         replace_logged_advantages(trainer, sums_B3[:, 0] / sums_B3[:, 2].clamp(min=1))
         _, distilled, tokens = sums_B3.sum(dim=0).tolist()
         trainer.add_metric("teacher_kl", -distilled / max(tokens, 1))
-
-
-def _check_embeddings(teacher: Any, model: Any) -> None:
-    """Raise ConfigError if the teacher has fewer embeddings than the trained model, which may sample the others."""
-    has, needs = (network.config.get_text_config().vocab_size for network in (teacher, model))
-    if has < needs:
-        raise config_error(KEY, f"the teacher has {has} embeddings, but the trained model has {needs}", FIX)
 
 
 def check_teacher_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool) -> None:

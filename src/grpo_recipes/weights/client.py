@@ -138,15 +138,6 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         """Abort the client's running generation, as if the run stopped: the caller then gets placeholders."""
         self._stopping = True
 
-    @contextlib.contextmanager
-    def replacing_generate(self, generate: Callable[..., dict[str, Any]]) -> Iterator[None]:
-        """Replace ``self.generate`` by this function in the block, and restore it afterwards."""
-        self.__dict__["generate"] = generate
-        try:
-            yield
-        finally:
-            del self.__dict__["generate"]
-
     # --- connection and requests -----------------------------------------------------------------------------------
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 0.5) -> None:
@@ -202,7 +193,8 @@ class BridgeClient(SamplingSeeds, ServerConnection):
 
         Before the repetition, send the last weights to the new server. Methods that don't support restarts only retry.
         """
-        if ("cpu" if self._args.use_cpu else "cuda") not in SYNC_METHODS[self.bridge].reconnects:
+        method = SYNC_METHODS.get(self.bridge)  # None: an external server, which the launcher does not restart
+        if method is None or ("cpu" if self._args.use_cpu else "cuda") not in method.reconnects:
             return self._retry(request)
         while True:
             try:

@@ -34,12 +34,9 @@ class LoraClient(BridgeClient):
     bridge = "lora"
     streams = False
     samples_base = False  # whether completions come from the base model
-
-    def __init__(self, **kwargs: Any) -> None:
-        self._model: PeftModel | None = None
-        self._lora_id = 0  # the adapter's id in the workers
-        self._proven = 0  # number of the server with a verified base model
-        super().__init__(**kwargs)
+    _model: PeftModel | None = None
+    _lora_id = 0  # the adapter's id in the workers
+    _proven = 0  # number of the server with a verified base model
 
     @property
     def model(self) -> str:

@@ -7,6 +7,7 @@ a server that already has the weights is not restarted.
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,7 @@ class RestartClient(BridgeClient):
     """
 
     bridge = "restart"
-
-    def __init__(self, **kwargs: Any) -> None:
-        self._saved_parts: list[Any] = []  # objects with ``save_pretrained``: configurations and tokenizer
-        super().__init__(**kwargs)
+    _saved_parts: Sequence[Any] = ()  # objects with ``save_pretrained``: configurations and tokenizer
 
     def attach(self, trainer: Trainer) -> None:
         """Store the model's configs and the tokenizer, which each sync saves next to the weights."""

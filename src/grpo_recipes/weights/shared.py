@@ -5,7 +5,8 @@ There is one copy of the weights. The server pauses while the optimizer writes.
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,9 @@ class SharedClient(BridgeClient):
 
     bridge = "shared"
     streams = False
-
-    def __init__(self, **kwargs: Any) -> None:
-        self._model: nn.Module | None = None  # the trained model, once it shares the server's memory
-        self._gpu: torch.device | None = None  # the GPU with the shared memory; None on CPU
-        self._apart: list[str] = []  # the server's parameters that did not show values written by the trainer
-        super().__init__(**kwargs)
+    _model: nn.Module | None = None  # the trained model, once it shares the server's memory
+    _gpu: torch.device | None = None  # the GPU with the shared memory; None on CPU
+    _apart: Sequence[str] = ()  # the server's parameters that did not show values written by the trainer
 
     def attach(self, trainer: Trainer) -> None:
         """Pause the server around each optimizer step, and log the time of the pauses."""
@@ -128,24 +126,27 @@ class SharedClient(BridgeClient):
                 self._repeat_through_restarts(partial(self.resume, timeout=self._args.weight_sync_timeout))
 
 
+@dataclass(eq=False)
 class _PauseAroundStep(TrainerCallback):
     """A trainer callback that pauses the server while the optimizer writes, and reports the seconds of each pause."""
 
-    def __init__(self, client: SharedClient, add_seconds: Callable[[float], None]) -> None:
-        self._client, self._add_seconds = client, add_seconds
-        self._seconds = 0.0
+    client: SharedClient
+    add_seconds: Callable[[float], None]
+    """Receives the seconds of a pause."""
+    seconds: float = 0.0
+    """Time that the last call of ``on_pre_optimizer_step`` took."""
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Pause the server, and store how long that took."""
         start = time.perf_counter()
-        self._client.drain()
-        self._seconds = time.perf_counter() - start
+        self.client.drain()
+        self.seconds = time.perf_counter() - start
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Resume the server, and report the seconds that pausing and resuming took together."""
         start = time.perf_counter()
-        self._client.release()
-        self._add_seconds(self._seconds + time.perf_counter() - start)
+        self.client.release()
+        self.add_seconds(self.seconds + time.perf_counter() - start)
 
 
 def _open_server_tensors(layout: Mapping[str, Any], file: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
