@@ -194,7 +194,7 @@ def test_trl_streams_through_the_method_that_is_replaced() -> None:
 class FakeGeneration(Generation):
     """Replace TRL's generation object, the owner of the server's client."""
 
-    mode = "colocate"
+    mode, tensor_parallel_size = "colocate", 1
 
     def __init__(self, model: PeftModel, **_: Any):
         self.model = model
