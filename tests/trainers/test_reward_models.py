@@ -16,6 +16,7 @@ from grpo_recipes.runs.rundir import write_json
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.reward_models import load_reward_tokenizer
 
+from . import reward_model_ranks
 from .fixed_completions import generation, make_trainer, rows_of, tokens_mod_5, weights_of
 from .tiny_training import save_random_model, save_reward_model
 
@@ -68,6 +69,22 @@ def test_two_ranks_equal_one(tmp_path: Path, model: str, scorer: str) -> None:
             assert torch.allclose(weight, after[name.removeprefix("module.")], rtol=0, atol=1e-6), name
     for row, two in zip(rows_of(tmp_path), rows_of(folder / "two"), strict=True):
         assert two["rewards/scorer/mean"] == pytest.approx(row["rewards/scorer/mean"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+@pytest.mark.parametrize("accelerator", ["fsdp2"])
+def test_ranks_with_sharded_models_get_the_scores_of_one(
+    tmp_path: Path, model: str, scorer: str, accelerator: str
+) -> None:
+    expected = reward_model_ranks.train(tmp_path / "one", model, scorer, ranks=1)
+    folder = str(tmp_path / "two")
+    outputs = run_ranks("trainers.reward_model_ranks", folder, model, scorer, accelerator=accelerator, seconds=540)
+    for output in outputs:
+        logged = [list(map(float, line.split()[1:])) for line in output.splitlines() if line.startswith("logged ")]
+        for values, row in zip(logged, expected, strict=True):
+            assert values == pytest.approx([row[name] for name in reward_model_ranks.NAMES], rel=1e-3)
+    assert len({row["rewards/scorer/mean"] for row in expected}) == len(expected)
 
 
 def test_a_model_that_can_not_be_a_reward_is_rejected(tmp_path: Path, model: str, scorer: str) -> None:
