@@ -317,7 +317,11 @@ def _enough_rows(recipe: Recipe, sources: Sequence[DataSource]) -> Iterator[Prob
         return
     total = 0
     for source in sources:
-        count = local_rows(source, least - total)
+        data = generated(source.id)
+        if data and data.in_files:
+            count: int | None = len(data.rows(recipe.__getitem__, SPLITS[0]))
+        else:
+            count = local_rows(source, least - total)
         if count is None or (total := total + count) >= least:
             return
     if sources:
