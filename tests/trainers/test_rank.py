@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +18,13 @@ from waiting import wait_for
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.process.tree import is_alive
-from grpo_recipes.trainers.rank import check_sharing, check_updates, check_world, keep_outputs_as_computed
+from grpo_recipes.trainers.rank import (
+    check_sharing,
+    check_updates,
+    check_world,
+    keep_outputs_as_computed,
+    wait_for_all_ranks,
+)
 
 # Runs its second argument inside the record of a rank.
 SCRIPT = """
@@ -214,6 +222,23 @@ def test_ranks_meet_or_the_missing_one_is_named(tmp_path, how, seconds, message)
     write_plan(tmp_path, meeting_timeout=float(seconds))
     told = run_ranks("trainers.meeting_ranks", str(tmp_path), seconds, how)
     assert told[0].splitlines()[-1].startswith(message), told
+
+
+def test_ranks_that_nccl_cannot_connect_do_not_wait_for_each_other_forever(tmp_path, monkeypatch):
+    """NCCL connects all ranks in the first collective operation, without a limit: behind a firewall, for an hour."""
+    write_plan(tmp_path, meeting_timeout=0.2)
+    released = threading.Event()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: released.wait(20))
+    started_at = time.monotonic()
+    with pytest.raises(
+        RuntimeError, match="do not meet over nccl within 0 s: a rank that does not answer; see its log"
+    ):
+        wait_for_all_ranks(tmp_path, torch.device("cpu"))
+    released.set()
+    assert time.monotonic() - started_at < 10
 
 
 def test_the_cause_names_the_line_of_the_users_own_code(rank, tmp_path):

@@ -34,7 +34,7 @@ from grpo_recipes.runs.rundir import SERVER_STATE, read_json, write_json, write_
 from grpo_recipes.runs.server_state import read_server_state
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.trainers.trackers import close_trackers
-from grpo_recipes.weights.transport import ServerError
+from grpo_recipes.weights.transport import ServerError, run_in_thread
 
 _COLLECTIVES_SECONDS = 60.0
 _LATE_SECONDS = 60.0  # for the launcher to end a server that was not ready in time
@@ -105,7 +105,7 @@ def _find_user_line(error: BaseException) -> str:
 def wait_for_all_ranks(run_dir: Path, device: torch.device) -> None:
     """Wait until all ranks have arrived here. Raise RuntimeError if one is missing, for example on a broken network.
 
-    With gloo, the error names the missing ranks and their nodes. The time limit is the plan's.
+    With gloo, the error names the missing ranks and their nodes. The time limit is the plan's, also with NCCL.
     Without torch.distributed, return at once. Ranks may import torch and TRL from a cold file system.
     """
     if not torch.distributed.is_initialized():
@@ -113,7 +113,7 @@ def wait_for_all_ranks(run_dir: Path, device: torch.device) -> None:
     seconds: float = read_json(run_dir / "plan.json").get("meeting_timeout", MEETING_SECONDS)
     limit, backend = datetime.timedelta(seconds=seconds), torch.distributed.get_backend()
 
-    def name_missing_ranks(error: RuntimeError) -> RuntimeError:
+    def name_missing_ranks(error: Exception) -> RuntimeError:
         """Return a RuntimeError with the missing ranks in ``error``, and their nodes, in its message."""
         match = re.search(r"Ranks ([\d, ]+) failed to pass monitoredBarrier", str(error))
         missing = [int(rank) for rank in match[1].split(",")] if match else []
@@ -123,13 +123,19 @@ def wait_for_all_ranks(run_dir: Path, device: torch.device) -> None:
         cause = f"{ranks or 'a rank that does not answer'}; {fix}"
         return RuntimeError(f"the ranks do not meet over {backend} within {seconds:.0f} s: {cause}")
 
-    with translate_errors(RuntimeError, name_missing_ranks):
+    def count_ranks() -> int:
+        """Return how many ranks take part in an all-reduce. The first one makes NCCL connect all ranks."""
+        present = torch.ones(1, device=device)
+        torch.distributed.all_reduce(present)
+        return int(present)
+
+    with translate_errors((RuntimeError, TimeoutError), name_missing_ranks):
         if backend == "gloo":
             torch.distributed.monitored_barrier(timeout=limit, wait_all_ranks=True)
-        present = torch.ones(1, device=device)
-        torch.distributed.all_reduce(present, async_op=True).wait(limit)
-    if int(present) != torch.distributed.get_world_size():
-        raise RuntimeError(f"{int(present)} of {torch.distributed.get_world_size()} ranks took part in an all-reduce")
+        # NCCL connects without a time limit. If a rank fails here, its process ends without this thread.
+        count = run_in_thread(count_ranks).result(seconds)
+    if count != torch.distributed.get_world_size():
+        raise RuntimeError(f"{count} of {torch.distributed.get_world_size()} ranks took part in an all-reduce")
 
 
 def wait_for_first_server(run_dir: Path, timeout: float, stop: StopRequest) -> None:
