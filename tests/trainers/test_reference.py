@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ import trl
 from rank_processes import run_ranks
 
 from grpo_recipes import smoke
-from grpo_recipes.recipe.configs import GRPOConfig
+from grpo_recipes.recipe.configs import GRPOConfig, ModelConfig
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.maxent import MaxEntGRPOTrainer
-from grpo_recipes.trainers.model import loaded_by_every_rank
+from grpo_recipes.trainers.model import loaded_by_every_rank, model_init_kwargs
 
 from .fixed_completions import make_trainer
 from .test_controllers import train
@@ -23,6 +24,16 @@ from .tiny_training import ON_CPU, SUMS, as_dataset
 
 SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
 TARGET = {"maxent_objective": "listwise", "maxent_beta": 1.0}
+
+
+def test_no_part_of_a_model_stays_in_the_machines_memory_if_it_trains_on_a_gpu() -> None:
+    """For a single process, TRL passes device_map: auto, which uses the memory of the machine if a GPU is full."""
+    model_args = ModelConfig(model_name_or_path="m", dtype="bfloat16")
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda:0"), model_init_kwargs={"use_cache": False})
+    expected = {"revision": "main", "dtype": "bfloat16", "device_map": {"": "cuda:0"}, "use_cache": False}
+    assert model_init_kwargs(model_args, on_gpu) == expected
+    on_cpu: Any = SimpleNamespace(device=torch.device("cpu"), model_init_kwargs=None)
+    assert "device_map" not in model_init_kwargs(model_args, on_cpu)
 
 
 @pytest.mark.parametrize(

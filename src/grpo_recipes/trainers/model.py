@@ -51,10 +51,15 @@ def load_tokenizer(model_args: ModelConfig, args: GRPOConfig) -> PreTrainedToken
 def model_init_kwargs(model_args: ModelConfig, args: GRPOConfig) -> dict[str, Any]:
     """Return the arguments of ``from_pretrained`` for the trained model and its reference, without any that is None.
 
-    The recipe's ``model_init_kwargs`` override its revision, dtype and attention implementation.
+    The recipe's ``model_init_kwargs`` override its revision, dtype and attention implementation. A single process on a
+    GPU loads the whole model there.
     """
     from_recipe = {"dtype": model_args.dtype, "attn_implementation": model_args.attn_implementation}
-    kwargs = {"revision": model_args.model_revision, **from_recipe, **(args.model_init_kwargs or {})}
+    # TRL passes device_map: auto, which leaves layers that do not fit in the machine's memory.
+    is_alone = args.device.type == "cuda" and not torch.distributed.is_initialized()
+    place = {"": str(args.device)} if is_alone else None
+    defaults: dict[str, Any] = {"revision": model_args.model_revision, "device_map": place, **from_recipe}
+    kwargs = {**defaults, **(args.model_init_kwargs or {})}
     return {name: value for name, value in kwargs.items() if value is not None}
 
 
