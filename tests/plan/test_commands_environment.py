@@ -128,3 +128,11 @@ def test_each_process_gets_the_secrets_of_its_role_alone(read, tmp_path, keys, o
         ).processes
     }
     assert got == {"server": {"HOME", *(() if offline else ("HF_TOKEN",))}, "trainer": {"HOME", *trainer}}
+
+
+def test_cuda_counts_gpus_as_nvidia_smi_does_unless_the_user_says_otherwise(tmp_path):
+    """With GPUs of two kinds, CUDA counts the fastest first: index 0 of the plan would be another GPU."""
+    scratch = Scratch(tmp_path / "disk", tmp_path / "memory")
+    assert run_environment({}, scratch, tmp_path, "mark")["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    exported = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    assert "CUDA_DEVICE_ORDER" not in run_environment(exported, scratch, tmp_path, "mark")

@@ -504,3 +504,22 @@ def test_a_model_folder_that_vllm_takes_for_a_pattern_is_refused(planned, read, 
 def test_slices_of_a_gpu_are_planned_with_a_note(planned):
     assert any("NCCL between MIG slices is untested" in note for note in planned(gpus=MIGS).notes)
     assert not any("MIG" in note for note in planned(gpus=MIGS[:1]).notes)
+
+
+def test_ranks_wait_in_nccl_for_as_long_as_the_launcher_lets_them(planned, option):
+    """A save may take twice stall_timeout, and rank 0 may sample again after a restart. NCCL kills at ddp_timeout."""
+    assert option(planned().process("trainer").argv, "--ddp_timeout") == "7200"
+    slow = {"server_request_timeout": 5000, "vllm_server_timeout": 700, "stall_timeout": 100}
+    assert option(planned(**slow).process("trainer").argv, "--ddp_timeout") == "10700"
+    least = {"server_request_timeout": 10, "vllm_server_timeout": 10, "stall_timeout": 100}
+    assert option(planned(**least).process("trainer").argv, "--ddp_timeout") == "1800"
+    for unchanged in (planned(ddp_timeout=60), planned(device="cpu")):
+        assert "--ddp_timeout" not in unchanged.process("trainer").argv
+
+
+def test_an_optimizer_on_the_cpu_has_more_than_one_thread(planned, option):
+    sharded = {"accelerator": "fsdp2", "num_processes": 3}
+    assert planned(**sharded).threads == 1
+    plan = planned(**sharded, fsdp_cpu_offload=True)
+    assert plan.threads == 2, "8 cores, one of them for the server"
+    assert plan.process("trainer").environment["OMP_NUM_THREADS"] == "2"

@@ -28,7 +28,8 @@ from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.preflight import FLASHINFER_SAMPLER
 from grpo_recipes.plan.roles import describe_data, load_roles
 from grpo_recipes.plan.server_nodes import split_server
-from grpo_recipes.plan.types import MEETING_SECONDS, Names, OnLoss, Plan, Process
+from grpo_recipes.plan.time_limits import choose_collective_timeout, with_time_limits
+from grpo_recipes.plan.types import Names, OnLoss, Plan, Process
 from grpo_recipes.process.scratch import Scratch
 from grpo_recipes.process.startup import HIDDEN_PACKAGES
 from grpo_recipes.recipe import Recipe
@@ -42,7 +43,6 @@ from grpo_recipes.runs.rundir import SYNC_FOLDER
 
 LOGS = "logs"  # folder of the logs if the variable LOGDIR is not set
 CPU_KV_CACHE_GIB = 1
-_SECONDS_A_GB = 30.0  # added to timeouts for each GB of weights: reading at 50 MB/s, longer compilation and capture
 _HUB_LOGIN = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH")
 _SERVER_PORT_FLAGS = ("--port", "--vllm_server_port")  # the server's flag and the trainers' flag
 _KEEP_ALIVE_SECONDS = 30 * 24 * 3600
@@ -98,6 +98,7 @@ def run_environment(environment: Mapping[str, str], scratch: Scratch, run_dir: P
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "SWANLAB_LOG_DIR": run_dir / "swanlab",
         "COMET_OFFLINE_DIRECTORY": run_dir / "comet",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the plan has the indices of nvidia-smi; CUDA counts the fastest GPU first
         "TORCHINDUCTOR_CACHE_DIR": scratch.disk / "inductor",
         "TRITON_CACHE_DIR": scratch.disk / "triton",
         "TORCH_EXTENSIONS_DIR": scratch.disk / "extensions",
@@ -194,11 +195,7 @@ def with_processes(
     The processes work offline if all ``sources`` are on this machine. A large model lengthens the timeouts, except a
     ``vllm_server_timeout`` that the recipe sets. Each process gets only the secrets that its role needs.
     """
-    size = measure_weights(plan.model)
-    extra_seconds = round(_SECONDS_A_GB * size / 1e9)
-    server_timeout = recipe.server.timeout + (0 if recipe.is_set("vllm_server_timeout") else extra_seconds)
-    meeting_timeout = MEETING_SECONDS + extra_seconds
-    plan = replace(plan, weight_bytes=size, server_timeout=server_timeout, meeting_timeout=meeting_timeout)
+    plan = with_time_limits(plan, recipe, measure_weights(plan.model))
     plan = replace(plan, data=describe_data(recipe, plan))
     processes = [_plan_trainer(recipe, plan, environment, names, machine) for machine in range(len(plan.placement))]
     if plan.mode == "server":
@@ -476,6 +473,7 @@ def _plan_trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], na
         "--per_device_train_batch_size": plan.batch.per_device,
         "--gradient_accumulation_steps": plan.batch.accumulation,
         "--use_cpu": str(plan.device == "cpu").lower(),
+        "--ddp_timeout": choose_collective_timeout(recipe, plan),
         # The launcher publishes the model at the end. transformers would push with every save.
         "--push_to_hub": "false" if recipe.run.push_to_hub else None,
         "--per_device_eval_batch_size": plan.eval_batch,

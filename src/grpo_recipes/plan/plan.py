@@ -134,7 +134,8 @@ def _lay_out(recipe: Recipe, resources: Resources, environment: Mapping[str, str
         accelerate_file=find_accelerate_file(accelerator, environment),
         dtype=recipe.model.dtype or "auto",
         smoke=model.startswith(SMOKE_SCHEME),
-        threads=1 if resources.device == "cuda" else max(1, cores),
+        # With fsdp_cpu_offload, the optimizer computes on the CPU.
+        threads=max(1, cores) if resources.device == "cpu" or recipe.processes.fsdp_cpu_offload else 1,
         notes=list(recipe.notes),
     )
 
