@@ -46,8 +46,9 @@ GRPO = str(Path(sys.executable).with_name("grpo"))
 SMOKE, SMOKE_MAXENT = ROOT / "recipes/smoke/grpo.yaml", ROOT / "recipes/smoke/maxent.yaml"
 SAVED = 75  # exit code of a launch that was asked to save and stop
 SECONDS = 600  # limit of one command
-# Limits of the mean difference between vLLM's and the trainer's log-probs. vLLM's attention on GPUs has other kernels.
-FLOAT32, BFLOAT16 = 1e-2, 5e-2
+# Limits of the mean difference between vLLM's and the trainer's log-probs. On GPUs, vLLM's attention of float32 has the
+# precision of TF32.
+FLOAT32, BFLOAT16 = 2e-2, 5e-2
 HALF_BILLION: dict[str, Any] = {  # the sizes of Qwen2.5-0.5B
     "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
     "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": True,

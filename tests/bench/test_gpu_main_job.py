@@ -69,7 +69,7 @@ def test_a_stage_that_needs_more_gpus_is_skipped_with_a_reason(job: ModuleType, 
         ({}, None),
         ({"grad_norm": 0.0}, "a step has no finite gradient"),
         ({"grad_norm": float("nan")}, "a step has no finite gradient"),
-        ({"sampling/sampling_logp_difference/mean": 0.02}, "log-probs of vLLM and trainer differ by 0.02 on average"),
+        ({"sampling/sampling_logp_difference/mean": 0.03}, "log-probs of vLLM and trainer differ by 0.03 on average"),
         ({"sampling/sampling_logp_difference/mean": float("nan")}, "log-probs of vLLM and trainer differ by nan"),
     ],
 )

@@ -179,6 +179,13 @@ def test_the_tolerance_follows_the_dtype_unless_the_recipe_names_one(dtype, keys
     assert choose_logprob_tolerance(trainer) == expected
 
 
+def test_the_tolerance_of_float32_on_gpus_allows_for_tf32():
+    parameter = SimpleNamespace(dtype=torch.float32, device=torch.device("cuda"))
+    args = SimpleNamespace(weight_guard_tolerance=None, bf16=False, fp16=False)
+    trainer = SimpleNamespace(args=args, model=SimpleNamespace(parameters=lambda: iter([parameter])))
+    assert choose_logprob_tolerance(trainer) == 2e-2
+
+
 def test_an_evaluation_that_samples_otherwise_is_not_compared_and_leaves_the_weights_unproven() -> None:
     """The server's log-probs use the evaluation's temperature, the trainer's use the training's temperature."""
     for otherwise, expected in ((True, None), (False, 0.25)):
