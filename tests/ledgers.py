@@ -26,7 +26,7 @@ from ran_tests import passed_tests
 
 TESTS = Path(__file__).resolve().parent
 REPOSITORY = TESTS.parent
-ROW_FILES = tuple(sorted(TESTS.rglob("*_rows.yaml")))
+ROW_FILES = tuple(sorted(TESTS.glob("*_rows.yaml")))
 FAULTS = TESTS / "faults.yaml"
 ROTATING = "pytest.mark.rotating"
 SHOWN = ("kept", "modern", "refused")  # a test must show these statuses

@@ -109,7 +109,7 @@ def test_samples_show_prompt_turns_and_score(tmp_path: Path, model: str) -> None
 class Synced(Rollouts):
     """A server that gets weights before each generation while ``syncs``, and has the correct weights."""
 
-    guarded, syncs, bridge = True, True, "file"
+    syncs, bridge = True, "file"
     _numbers = itertools.count()
 
     @property
@@ -120,6 +120,7 @@ class Synced(Rollouts):
 def guarded(folder: Path, model: str) -> GRPOTrainer:
     trainer = make_trainer(folder, model)
     trainer.rollouts = Synced(trainer)
+    trainer.rollouts.guarded = True
     return trainer
 
 
