@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -139,7 +140,27 @@ def test_an_error_of_a_tracker_is_printed(monkeypatch: Any, capsys: pytest.Captu
     assert "grpo: mlflow was not closed (OSError: no route to host)" in capsys.readouterr().out
 
 
-def train_twice(folder: Path, tracker: str) -> dict[str, str]:
+@pytest.fixture
+def install(tmp_path: Path) -> Callable[[str], dict[str, str]]:
+    """``install(PACKAGE)``: a tracker that no lock has, in its own folder; the variables that let Python find it."""
+
+    def install_package(package: str) -> dict[str, str]:
+        folder = tmp_path / "packages"
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), package]
+        done = subprocess.run(pip, capture_output=True, text=True, timeout=600)
+        if "No matching distribution found for" in done.stderr:
+            pytest.skip(f"no package index has {package}")
+        assert done.returncode == 0, done.stderr[-2000:]
+        # Behind the environment's packages: the folder also has other versions of some of them.
+        code = f"import sys; sys.path.append({str(folder)!r})"
+        (tmp_path / "added").mkdir()
+        (tmp_path / "added/sitecustomize.py").write_text(code)  # Python imports it when it starts
+        return {"PYTHONPATH": str(tmp_path / "added")}
+
+    return install_package
+
+
+def train_twice(folder: Path, tracker: str, variables: Mapping[str, str]) -> dict[str, str]:
     """Train until a stop, and resume, without a network; return the variables of a launch."""
     scratch = Scratch(folder / "disk", folder / "memory")
     run_dir = folder / "runs" / "mine-20261128-101500"
@@ -147,7 +168,7 @@ def train_twice(folder: Path, tracker: str) -> dict[str, str]:
     added = run_environment({"HOME": str(folder)}, scratch, run_dir, "x")
     names = ("TRACKIO_DIR", "MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY")
     environment = {**os.environ, "HOME": str(folder), "HF_HUB_OFFLINE": "1", "MLFLOW_EXPERIMENT_NAME": "maths"}
-    environment |= {name: added[name] for name in names}
+    environment |= {name: added[name] for name in names} | variables
     argv = [sys.executable, "-m", "trainers.tracked_training", str(run_dir), tracker]
     for code in (EXIT_STOPPED, 0):
         done = subprocess.run(
@@ -161,9 +182,11 @@ def train_twice(folder: Path, tracker: str) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.rotating
-def test_trackio_has_every_step_and_completions_after_a_stop(tmp_path: Path) -> None:
-    pytest.importorskip("trackio")
-    environment = train_twice(tmp_path, "trackio")
+@pytest.mark.timeout(1200)
+def test_trackio_has_every_step_and_completions_after_a_stop(
+    tmp_path: Path, install: Callable[[str], dict[str, str]]
+) -> None:
+    environment = train_twice(tmp_path, "trackio", install("trackio==0.43.0"))
     code = (
         "import json; from trackio.sqlite_storage import SQLiteStorage as s; (name,) = s.get_projects(); "
         "(run,) = s.get_runs(name); print(json.dumps([name, run, s.get_logs(name, run)]))"
@@ -180,9 +203,11 @@ def test_trackio_has_every_step_and_completions_after_a_stop(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.rotating
-def test_mlflow_has_every_step_in_one_run_after_a_stop(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow")
-    environment = train_twice(tmp_path, "mlflow")
+@pytest.mark.timeout(1200)
+def test_mlflow_has_every_step_in_one_run_after_a_stop(
+    tmp_path: Path, install: Callable[[str], dict[str, str]]
+) -> None:
+    environment = train_twice(tmp_path, "mlflow", install("mlflow-skinny==3.17.2"))
     code = (
         "import json, mlflow; client = mlflow.MlflowClient(); experiment = client.get_experiment_by_name('maths'); "
         "(run,) = client.search_runs([experiment.experiment_id]); "
