@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from rollouts.fake_openai import FakeServer
+from shop import SHOP
 
 from grpo_recipes import smoke
 from grpo_recipes.cli import main
@@ -111,37 +112,9 @@ def test_calls_beyond_the_limit_end_a_completion(evaluate) -> None:
     assert result["pass@1"] == 0 and 0 < result["truncated"] < 1
 
 
-CLASS = """
-import json
-
-class Shop:
-    def __init__(self, file):
-        self.prices, self.calls = json.load(open(file)), 0
-
+CLASS = f"""{SHOP}
     def reset(self, prompt, answer, **row):
         self.question = prompt[-1]["content"]
-
-    def price(self, item: str) -> int:
-        '''Look up a price.
-
-        Args:
-            item: Name of the item.
-        '''
-        self.calls += 1
-        return self.prices[item]
-
-    def multiply(self, a: int, b: int) -> int:
-        '''Multiply two numbers.
-
-        Args:
-            a: First number.
-            b: Second number.
-        '''
-        self.calls += 1
-        return a * b
-
-    def get_reward(self):
-        return self.calls / 10
 
 def asked(completions, prompts, environments):
     return [

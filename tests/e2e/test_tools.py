@@ -19,40 +19,13 @@ from real_runs import (
     weights_hash,
 )
 from rotation import ROTATES
+from shop import SHOP
 
 pytestmark = [pytest.mark.slow, pytest.mark.rotating]
 FOLDER = REPOSITORY / "recipes/environments"
-CLASS = """
-import json
-
-class Shop:
-    def __init__(self, file):
-        self.prices, self.calls = json.load(open(file)), 0
-
+CLASS = f"""{SHOP}
     def reset(self, **row):
         assert row["solution"] and row["prompt"]
-
-    def price(self, item: str) -> int:
-        '''Look up a price.
-
-        Args:
-            item: Name of the item.
-        '''
-        self.calls += 1
-        return self.prices[item]
-
-    def multiply(self, a: int, b: int) -> int:
-        '''Multiply two numbers.
-
-        Args:
-            a: First number.
-            b: Second number.
-        '''
-        self.calls += 1
-        return a * b
-
-    def get_reward(self):
-        return self.calls / 10
 
 def calls(completions, environments):
     return [environment.calls / 10 for environment in environments]

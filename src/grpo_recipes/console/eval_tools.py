@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from grpo_recipes.rollouts.source import SamplingTrainer, Source
 
 
-_BATCHES = 4  # batches of requests whose turns are sampled together, because some episodes end early
+_BATCHES = 4  # batches of requests that are sampled together, because some episodes end early
 
 
 class RowPrompt(list[int]):
@@ -68,7 +68,7 @@ def open_tools(recipe: Recipe, weights: str, copies: Path | None) -> Iterator[To
     """Start the recipe's tools, and end them after the block. Yield None for a recipe without tools.
 
     ``weights`` is the model's folder or hub id, and ``copies`` a run's folder with copies of the user's code. Raise
-    ConfigError for a recipe whose environment gives the prompts, and if a tool can't be described.
+    ConfigError if an environment gives the prompts, and if a tool can't be described.
     """
     lookup = recipe.__getitem__
     sampler = sampler_of(lookup)

@@ -22,6 +22,7 @@ from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Child, Ending, Group, find_newest_model, find_rank_pids
 from grpo_recipes.paths import display_path
 from grpo_recipes.plan.ports import Activity, read_activity
+from grpo_recipes.plan.time_limits import SAVE_MULTIPLE
 from grpo_recipes.process.listeners import OwnListener
 from grpo_recipes.process.reports import print_line, say
 from grpo_recipes.process.terminal import OUTPUT, WIDTH, columns
@@ -45,7 +46,7 @@ _DUMP_SECONDS = 1.0  # until the processes have written their stacks
 _HOOK_SECONDS, _HOOK_SHARE = 30.0, 0.02  # minimum time between two calls of the hooks, and their maximum share of time
 SYNC_PHASES = ("connect", "sync")  # phases with the limit `weight_sync_timeout`: the rendezvous and each transfer
 # Multiples of `stall_timeout` for a save to a slow disk, a whole evaluation, and benchmarks at the end.
-_MULTIPLES = {"save": 2, "evaluate": 6, "end": 24}
+_MULTIPLES = {"save": SAVE_MULTIPLE, "evaluate": 6, "end": 24}
 
 
 class StoppedAtOnce(BaseException):

@@ -41,7 +41,7 @@ class Verification:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._checkpoint = find_newest_complete(folder)  # from which the trainers would resume
+        self._checkpoint = find_newest_complete(folder)  # the trainers would resume from it
         self._result = Future[Path | None]()
         self._messages: list[str] = []  # to be printed by the main thread
         self._stopped = threading.Event()

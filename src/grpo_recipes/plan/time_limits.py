@@ -12,7 +12,7 @@ from grpo_recipes.plan.types import MEETING_SECONDS, Plan
 from grpo_recipes.recipe import Recipe
 
 _SECONDS_A_GB = 30.0  # added for each GB of weights: reading at 50 MB/s, longer compilation and capture
-_SAVES = 2  # times ``stall_timeout``: the launcher's limit for a save (``launch.monitor``)
+SAVE_MULTIPLE = 2  # times ``stall_timeout``: the limit of a save to a slow disk
 
 
 def with_time_limits(plan: Plan, recipe: Recipe, weight_bytes: int) -> Plan:
@@ -36,4 +36,4 @@ def choose_collective_timeout(recipe: Recipe, plan: Plan) -> int | None:
     if plan.device == "cpu" or recipe.is_set("ddp_timeout"):
         return None
     restart = plan.server_timeout + 2 * recipe.server.request_timeout
-    return math.ceil(max(recipe.processes.ddp_timeout, _SAVES * recipe.processes.stall_timeout, restart))
+    return math.ceil(max(recipe.processes.ddp_timeout, SAVE_MULTIPLE * recipe.processes.stall_timeout, restart))

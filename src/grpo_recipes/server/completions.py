@@ -31,7 +31,7 @@ router = APIRouter()
 
 @dataclass(eq=False)
 class AddServerEndpoints:
-    """Middleware that adds our endpoints and those of extensions, and seeds replicas, when vLLM starts."""
+    """Middleware that adds endpoints of the core and of extensions, and seeds replicas, when vLLM starts."""
 
     app: ASGIApp
 
@@ -55,7 +55,7 @@ class TokensRequest(CompletionRequest):
 
 
 class _ServingTokens(OpenAIServingCompletion):
-    """vLLM's completion handler, whose answer contains token ids and log-probs as arrays instead of text."""
+    """vLLM's completion handler. It answers with token ids and log-probs as arrays instead of text."""
 
     def request_output_to_completion_response(  # type: ignore[override]
         self, final_res_batch: list[RequestOutput], request: CompletionRequest, request_id: str, *_: Any

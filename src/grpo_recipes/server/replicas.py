@@ -20,7 +20,7 @@ router = APIRouter()
 
 
 async def seed_replicas(app: FastAPI) -> None:
-    """Give every replica its own random state; a single one keeps vLLM's.
+    """Give every replica its own random state. A server without replicas keeps vLLM's.
 
     vLLM starts all of them with the same seed. Each would draw the same noise for its n-th request, and two completions
     of a prompt would be equal.

@@ -8,7 +8,7 @@ The run's server samples the next round while a round is scored. The number of i
 groups without a signal, from the fraction of groups dropped so far. Other samplers wait for the rewards.
 
 The prompts of a round depend only on the seed, the generation, the round, and the groups dropped before, so a resumed
-run draws the same ones. Several ranks replace the same groups as one rank.
+run draws the same ones. Several ranks replace the same groups as a single rank.
 
     dynamic = DynamicSampling(trainer)
     dynamic.start_generation(rows, "3/12")
@@ -51,7 +51,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Draw:
-    """The groups of one round."""
+    """The groups of a round."""
 
     groups: int
     rewards_BR: torch.Tensor  # of all ranks

@@ -39,7 +39,7 @@ class TRLEpisodes(ToolEpisodes):
         self._sent: dict[int, Episode] = {}
 
     def _make_episode(self, row_index: int, row: dict[str, Any]) -> Episode:
-        """Return the episode of a dataset row before its first turn, and store a second one for the child process.
+        """Return the episode of a dataset row before its first turn, and store a copy for the child process.
 
         The class's ``reset`` gets the columns of the row as arguments.
         """
@@ -76,7 +76,7 @@ class TRLEpisodes(ToolEpisodes):
     def _ask(self, episodes: Sequence[Episode], stopped: Callable[[], bool]) -> list[Score]:
         """Send the last actions to the child processes; return the environments' turns as JSON, or failures.
 
-        Store the digest of each turn, with which a replay is checked.
+        Store the digest of each turn, to check a replay.
         """
         sent = [self._sent[episode.row] for episode in episodes]
         scores = Episodes._request_answers(self, sent, None, stopped)
