@@ -94,15 +94,20 @@ def gpu_gradients() -> str:
 
 
 def syncs() -> str:
-    """Return the table of the cost of a sync per method, in copies of the weights."""
+    """Return the table of the cost of a sync per method, in copies of the weights, and of its guard in seconds."""
     record, rows = _record("weights"), []
     for size, bridges in record["figures"].items():
         for name, figures in bridges.items():
             memory = f"{figures['pss to weights']:.2f}" if "pss to weights" in figures else "-"
             times = [f"{figures[kind]:.1f}" for kind in ("sync to copy", "sync without guard to copy")]
-            millions = f"{record['cases'][size][name]['parameters'] / 1e6:.0f}M"
-            rows.append([f"`{name}`", millions, *times, f"{figures['moved to weights']:.2f}", memory])
-    return markdown_table(["bridge", "parameters", "sync", "without guard", "bytes that travel", "memory (PSS)"], rows)
+            case = record["cases"][size][name]
+            guard = statistics.median(row["sync"] - row["sync without guard"] for row in case["rounds"])
+            # With lora, the guard checks only the adapter.
+            per_gb = "-" if name == "lora" else f"{guard / case['weight_bytes'] * 1e9:.2f}"
+            cells = [*times, per_gb, f"{figures['moved to weights']:.2f}", memory]
+            rows.append([f"`{name}`", f"{case['parameters'] / 1e6:.0f}M", *cells])
+    head = ["sync", "without guard", "guard, s/GB", "bytes that travel", "memory (PSS)"]
+    return markdown_table(["bridge", "parameters", *head], rows)
 
 
 def learned() -> str:

@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 # Exit codes of `grpo`. All others come from the first failed rank, or are 128+n for a signal.
-EXIT_CONFIG_ERROR = 2  # recipe, flag or environment is wrong; nothing was started
+EXIT_CONFIG_ERROR = 2  # recipe, flag, environment or checkpoint is wrong; no training started
 EXIT_STOPPED = 75  # stopped on request, state saved
 
 
@@ -47,7 +47,7 @@ def mask_and_escape(text: str) -> str:
 
 
 class ConfigError(Exception):
-    """Invalid input. `grpo` prints one line per problem and exits with code 2; nothing was started."""
+    """Invalid input. `grpo` prints one line per problem and exits with code 2; no training started."""
 
     def __init__(self, *problems: Problem):
         self.problems = list(problems)

@@ -129,6 +129,10 @@ def test_the_cost_of_a_sync_is_the_recorded_one() -> None:
     copy, sync = (f"{min(values):.1f} to {max(values):.1f} seconds" for values in seconds)
     assert f"takes {copy}, depending on" in text and f"takes {sync}, " in text
     assert f"{median(seconds[1]) / min(seconds[0]):.1f} times the fastest copy" in text
+    case = record["cases"]["1B"]["file"]
+    guard = median(row["sync"] - row["sync without guard"] for row in case["rounds"]) / case["weight_bytes"] * 1e9
+    assert f"[{guard:.2f} s/GB on CPU](#what-a-sync-costs) at 961M parameters" in text
+    assert f"(15 GB), this would be {15 * guard:.0f} s" in text
 
 
 def test_what_digests_add_to_a_save_is_the_recorded_share() -> None:
@@ -140,6 +144,7 @@ def test_what_digests_add_to_a_save_is_the_recorded_share() -> None:
     assert f"{told}. With SHA-256 it would take {other['ratio_median']:.2f} times as long" in text
     fast = record["gigabytes_per_second_of_one_thread"]
     assert round(fast["xxh3_128"] / fast["sha256"]) == 7 and "seven times as fast as SHA-256" in text
+    assert f"one thread hashes the 106 GB in {106 / fast['xxh3_128']:.0f} s" in text
 
 
 def test_what_overlap_costs_in_samples_is_the_difference_of_the_medians() -> None:

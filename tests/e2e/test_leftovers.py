@@ -6,13 +6,17 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import psutil
 import pytest
 from real_runs import Launch, override
+from run_segments import RunSegments
 
 SHARED_MEMORY = Path("/dev/shm")
 SHORT = ("--max_steps", "4", "--save_steps", "2", "--prompts_per_step", "4", "--num_generations", "8")
@@ -59,6 +63,33 @@ def test_the_next_launch_removes_what_a_killed_run_left_on_the_node(launch: Call
     living.process.send_signal(signal.SIGUSR1)
     assert living.wait(60) == 75, living.output
     assert not list(node.iterdir()) and not (SHARED_MEMORY / stays.name).exists()
+
+
+def test_a_segment_counts_for_the_run_that_has_mapped_it() -> None:
+    program = """
+import sys
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=8)
+resource_tracker.unregister(memory._name, "shared_memory")
+print(memory.name, flush=True)
+sys.stdin.read()
+"""
+    mark, pipe = f"segments-{os.getpid()}", subprocess.PIPE
+    environment = {**os.environ, "GRPO_TEST": mark}
+    with subprocess.Popen([sys.executable, "-c", program], env=environment, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        name = process.stdout.readline().decode().strip()
+        segments = RunSegments(Launch(process, Path(), Path(), mark))
+        process.kill()
+    other = SharedMemory(create=True, size=8)  # of another run
+    try:
+        assert segments.find_left() == {name}
+    finally:
+        (SHARED_MEMORY / name).unlink()
+        other.close()
+        other.unlink()
+    assert segments.find_left() == set()
 
 
 def kill_at_once(run: Launch) -> None:

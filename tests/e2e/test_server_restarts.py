@@ -12,10 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 from real_runs import Launch, same_rows, start_launches, weights_hash
+from run_segments import RunSegments
 
 from grpo_recipes.plan.ports import DEFAULT_PORTS
-from grpo_recipes.process import scratch
-from grpo_recipes.process.waiting import wait_until
 from grpo_recipes.runs.progress import read_phases
 from grpo_recipes.runs.rundir import read_json
 
@@ -39,14 +38,6 @@ def engine_of(run: Launch) -> int:
     return pid
 
 
-def segments() -> set[str]:
-    """Return the segments under /dev/shm that no process maps and no live run has in its record."""
-    mapped = scratch._find_mapped_inodes(psutil.pids())
-    records = "".join(path.read_text() for path in scratch.SHARED_MEMORY.glob(f"grpo-*/{scratch._SEGMENT_RECORD}"))
-    unmapped = {name for inode, name in scratch._list_segments().items() if inode not in mapped}
-    return {name for name in unmapped if f" {name}\n" not in records}
-
-
 class Places:
     """The shared memory and the ports of a run, to check that it left nothing.
 
@@ -55,7 +46,7 @@ class Places:
     """
 
     def __init__(self) -> None:
-        self._before = segments()
+        self._segments: RunSegments | None = None
         self._folders: set[Path] = set()
         with contextlib.ExitStack() as stack:
             sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in DEFAULT_PORTS]
@@ -65,14 +56,15 @@ class Places:
         ]
 
     def note(self, run: Launch) -> None:
-        """Record the folders of its weights, and assert that its ports are taken."""
+        """Record its shared memory and the folders of its weights, and assert that its ports are taken."""
+        self._segments = RunSegments(run)
         self._folders |= run.sync_folders()
         assert any(folder.exists() for folder in self._folders) and not self._free()
 
     def assert_left(self) -> None:
         """Assert that the run left nothing there."""
-        # Other runs on this machine create segments, which for a moment nothing maps or records. What is left stays.
-        assert wait_until(lambda: segments() <= self._before, 10)
+        assert self._segments is not None
+        assert self._segments.find_left() == set() and self._segments.inodes
         assert not [folder for folder in self._folders if folder.exists()]
         assert self._free()
 

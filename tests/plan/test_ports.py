@@ -21,6 +21,7 @@ from grpo_recipes.slurm.client import SlurmJob
 
 LOOPBACK = "127.0.0.1"
 EPHEMERAL_RANGE_BEGINS = 32768
+RETURNED: set[int] = set()
 
 
 @contextmanager
@@ -33,8 +34,11 @@ def listening(port: int = 0, address: str = LOOPBACK) -> Iterator[int]:
 
 
 def unused() -> int:
+    """Return a free port that no earlier call returned, because the kernel may choose a port twice."""
     with listening() as port:
-        return port
+        is_new = port not in RETURNED
+    RETURNED.add(port)
+    return port if is_new else unused()
 
 
 def job(number: int) -> SlurmJob:

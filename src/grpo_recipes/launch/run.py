@@ -36,12 +36,10 @@ from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, preflight_nodes,
 from grpo_recipes.launch.processes import Child, Ending, Group
 from grpo_recipes.launch.rendezvous import MeetingChannel
 from grpo_recipes.launch.restarts import Restarts
+from grpo_recipes.launch.server_starts import with_server_port, with_server_seed
 from grpo_recipes.launch.verification import CheckpointsDamaged, Verification, require_checkpoint
 from grpo_recipes.paths import display_path
-from grpo_recipes.plan.commands import (
-    with_processes,
-    with_server_port,
-)
+from grpo_recipes.plan.commands import with_processes
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.disk_space import require_disk_space
 from grpo_recipes.plan.plan import make_plan, with_sources
@@ -211,7 +209,7 @@ def supervise(attempt: Attempt, stop: StopSignals) -> Ending:
         ending = Ending(EXIT_CONFIG_ERROR, str(error))  # for the workers of other nodes
         raise
     except ConfigError as error:
-        ending = Ending(1, str(error.problems[0]))  # not exit code 2, which means that nothing was started
+        ending = Ending(1, str(error.problems[0]))  # not exit code 2, which means that no training started
     except Exception as error:
         print_line(traceback.format_exc(), error=True)
         ending = Ending(1, f"the launcher failed: {type(error).__name__}: {mask_secrets(str(error))}")
@@ -401,7 +399,8 @@ class Supervisor:
             attempt.scratch.write_token(token)
             attempt.workers.send("token", token=token)
             self._write_server_state("starting")
-        members = [self._with_newest_model(process) for process in self._planned[role]]
+        start = attempt.first_step, self._epoch
+        members = [with_server_seed(self._with_newest_model(process), *start) for process in self._planned[role]]
         attempt.trace.enter("run" if members[0].ready == "started" else "start", members[0].track)
         return Group(
             [

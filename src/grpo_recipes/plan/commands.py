@@ -44,7 +44,6 @@ from grpo_recipes.runs.rundir import SYNC_FOLDER
 LOGS = "logs"  # folder of the logs if the variable LOGDIR is not set
 CPU_KV_CACHE_GIB = 1
 _HUB_LOGIN = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH")
-_SERVER_PORT_FLAGS = ("--port", "--vllm_server_port")  # the server's flag and the trainers' flag
 _KEEP_ALIVE_SECONDS = 30 * 24 * 3600
 _COLOCATED_SHARE = 0.3  # default fraction of a GPU's memory for vLLM if a trainer uses the same GPU
 # Python and MPI settings of a login shell would change our processes, for example PMI_SIZE the CPU world size.
@@ -256,6 +255,8 @@ def _plan_server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], nam
     if plan.replicas > 1:
         # A second API server would neither see the first one's requests nor load adapters.
         argv += ["--data-parallel-size", str(plan.replicas), "--api-server-count", "1"]
+    if not seeds_sampling(recipe.sampling.seed_server, plan.device == "cpu"):
+        argv += ["--seed", str(recipe.batch.seed)]
     if plan.bridge == "lora":
         variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
         argv += ["--enable-lora", "--max-lora-rank", str(next(rank for rank in LORA_RANKS if rank >= recipe.lora.r))]
@@ -358,21 +359,6 @@ def server_command(
     }
     layers = [text for layer in middleware for text in ("--middleware", f"grpo_recipes.server.{layer}")]
     return [*program, "--model", model, *layers, *_format_flags(flags), *flag_words(recipe.server.args)]
-
-
-def with_server_port(process: Process, host: str, old_port: int, port: int) -> Process:
-    """Return the process with the server's ``old_port`` in its argv replaced by ``port``.
-
-    Only ``http://HOST:OLD_PORT`` and the values of ``--port`` and ``--vllm_server_port`` are replaced.
-    """
-
-    def move(flag: str, word: str) -> str:
-        if word == f"http://{host}:{old_port}":
-            return f"http://{host}:{port}"
-        return str(port) if flag in _SERVER_PORT_FLAGS and word == str(old_port) else word
-
-    words = zip(["", *process.argv], process.argv, strict=False)
-    return replace(process, argv=[move(flag, word) for flag, word in words])
 
 
 def has_trl_serve() -> bool:

@@ -62,7 +62,7 @@ def recording_rank(folder: Path) -> Iterator[None]:
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
             cause = str(error) if code else ""
-        elif isinstance(error, ConfigError):  # exits with 1: code 2 means that nothing was started
+        elif isinstance(error, ConfigError):  # exits with 1: code 2 means that no training started
             cause = str(error.problems[0])
         else:
             cause += _find_user_line(error)
