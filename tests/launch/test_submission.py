@@ -26,14 +26,23 @@ pytestmark = pytest.mark.skipif(environment_device() != "cpu", reason="the profi
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create an empty working folder, and replace check --deep by a check without problems."""
     for name in {*environment_keys(), *READ_VARIABLES, "WANDB_MODE"} - {"GRPO_HOME"}:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CACHE_ROOT", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(submission, "_check_deep", lambda *arguments: None)
+    put_sbatch(tmp_path_factory.mktemp("bin"), monkeypatch)
     return tmp_path
+
+
+def put_sbatch(folder: Path, monkeypatch: pytest.MonkeyPatch, **bodies: str) -> None:
+    """Put fake commands of Slurm, written in bash, first on the PATH; sbatch fails by default."""
+    for name, body in {"sbatch": "exit 1", **bodies}.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
 @pytest.fixture
@@ -41,12 +50,8 @@ def fake_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Put a fake sbatch, written in bash, first on the PATH."""
 
     def put(body: str) -> None:
-        bin_folder = tmp_path / "bin"
-        bin_folder.mkdir()
-        for name, code in {"sbatch": body, "scontrol": "echo 'ClusterName = fake'"}.items():
-            (bin_folder / name).write_text(f"#!/bin/bash\n{code}\n")
-            (bin_folder / name).chmod(0o755)
-        monkeypatch.setenv("PATH", f"{bin_folder}:{os.environ['PATH']}")
+        (tmp_path / "bin").mkdir()
+        put_sbatch(tmp_path / "bin", monkeypatch, sbatch=body, scontrol="echo 'ClusterName = fake'")
 
     return put
 
@@ -186,9 +191,16 @@ def test_an_sbatch_that_tells_no_job_is_told_with_its_words(folder, fake_sbatch,
     assert only_run(folder)  # the job may be in the queue, and needs it
 
 
-def test_without_sbatch_there_is_no_run_directory(monkeypatch, capsys) -> None:
+def test_without_sbatch_nothing_else_is_checked(monkeypatch, capsys) -> None:
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
-    assert "sbatch: does not run on this machine (No such file or directory)" in refusal(capsys)
+    monkeypatch.setattr(submission, "_check_deep", lambda *arguments: pytest.fail("the deep check takes minutes"))
+    expected = (
+        "grpo: sbatch: this machine does not have Slurm's command sbatch. "
+        "Fix: submit on the cluster's login node, or load the site's Slurm module\n"
+    )
+    assert refusal(capsys) == expected
+    monkeypatch.setattr(submission, "_check_deep", lambda *arguments: None)
+    assert submit("--dry-run") == 0, "a dry run submits nothing"
 
 
 def test_a_script_that_cannot_be_written_leaves_no_run_directory(fake_sbatch, monkeypatch, capsys) -> None:

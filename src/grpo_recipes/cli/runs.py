@@ -20,7 +20,7 @@ from grpo_recipes.launch.submission import (
 )
 from grpo_recipes.paths import display_path
 from grpo_recipes.recipe.document import Value
-from grpo_recipes.slurm.client import read_slurm_job
+from grpo_recipes.slurm.client import read_slurm_job, require_sbatch
 from grpo_recipes.slurm.profile import KEYS, Profile
 
 # Keys of a profile that options of the command line can replace.
@@ -103,6 +103,7 @@ def submit(options: argparse.Namespace) -> int:
     profile = chosen_profile(options)
     if not options.dry_run:
         require_environment(profile)
+        require_sbatch()
     recipes = [recipe_name(options), *options.then]
     prepared = prepare_submissions(profile, recipes, options.task, options.flags, os.environ)
     kind = f" {profile.gpu_kind}" if profile.gpu_kind else ""

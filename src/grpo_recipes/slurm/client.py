@@ -7,6 +7,7 @@ that change a job report Slurm's own error message. ``Walltime`` decides when a 
 import contextlib
 import datetime
 import re
+import shutil
 import signal
 import subprocess
 import threading
@@ -34,6 +35,7 @@ _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 _NO_CONTROLLER = re.compile("resolve_ctls|contact slurm controller", re.IGNORECASE)
 _COMMAND_SECONDS = 30.0
 _SBATCH_SECONDS = 120.0  # a busy controller answers late
+_LOGIN_NODE = "submit on the cluster's login node, or load the site's Slurm module"
 _SIGTERM_SECONDS = 60.0
 
 
@@ -243,6 +245,12 @@ def cancel_job(job_id: str) -> None:
         _run_command("scancel", job_id)
 
 
+def require_sbatch() -> None:
+    """Raise ConfigError if this machine does not have sbatch, before checks that take minutes."""
+    if shutil.which("sbatch") is None:
+        raise config_error("sbatch", "this machine does not have Slurm's command sbatch", _LOGIN_NODE)
+
+
 def submit(script: Path, after: int | None = None) -> int:
     """Submit a batch script with sbatch from the working folder, and return the job id.
 
@@ -257,11 +265,11 @@ def submit(script: Path, after: int | None = None) -> int:
             raise SlurmError(f"prints no job id ('{' '.join(printed.split())}')")
         return int(job[1])
     except _NotInstalled as error:
-        raise config_error("sbatch", str(error), "submit on the cluster's login node") from error
+        raise config_error("sbatch", str(error), _LOGIN_NODE) from error
     except _Rejected as error:
         fix = "correct the profile, or set another value on the command line"
         if _NO_CONTROLLER.search(str(error)):
-            fix = "load the site's Slurm module, or submit on the cluster's login node"
+            fix = _LOGIN_NODE
         raise config_error("sbatch", str(error), fix) from error
     except SlurmError as error:
         fix = "check with squeue whether the job was submitted; its files were not removed"

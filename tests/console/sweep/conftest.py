@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,6 +51,15 @@ class FakeLaunches:
         ended = {"status": status, "exit_code": code, "cause": cause, "steps": 3}
         write_json(trial / "summary.json", {**read_json(trial / "summary.json"), **ended})
         return code
+
+
+@pytest.fixture(autouse=True)
+def sbatch_on_path(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a fake sbatch first on the PATH; tests that submit replace the call of it."""
+    program = tmp_path_factory.mktemp("bin") / "sbatch"
+    program.write_text("#!/bin/sh\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
 
 
 @pytest.fixture

@@ -348,6 +348,13 @@ def test_again_it_submits_what_is_missing(sweep, read_sweeps, fake_sbatch, fake_
     assert read_sweeps()[0].record["jobs"] == [41, 42]
 
 
+def test_without_sbatch_no_trial_is_checked(sweep, monkeypatch, folder, capsys):
+    monkeypatch.setenv("PATH", str(folder))
+    assert sweep("seed=1..2", "--slurm", "--profile", "cpu") == 2
+    assert capsys.readouterr().err.startswith("grpo: sbatch: this machine does not have Slurm's command sbatch. Fix: ")
+    assert list(folder.iterdir()) == []
+
+
 def test_when_sbatch_refuses_nothing_is_left(sweep, read_sweeps, monkeypatch, folder, capsys):
     def fake_refusal(script, after=None):
         raise config_error("sbatch", "invalid partition", "name another")

@@ -19,6 +19,7 @@ from grpo_recipes.console.sweep.spec import MAX_TRIALS, Search, SweepSpec, is_ax
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.recipe.keys import catalogue, run_root
+from grpo_recipes.slurm.client import require_sbatch
 
 
 @command(
@@ -123,7 +124,10 @@ def choose_backend(options: argparse.Namespace) -> Backend:
         problems.append(Problem("--trials", message, f"use 1 to {MAX_TRIALS:,}"))
     if problems:
         raise ConfigError(*problems)
-    return Backend(chosen_profile(options) if options.slurm else None, options.max_parallel)
+    profile = chosen_profile(options) if options.slurm else None
+    if profile and not options.dry_run:
+        require_sbatch()
+    return Backend(profile, options.max_parallel)
 
 
 class TranslatedSweep(Sweeper):
