@@ -31,7 +31,8 @@ from typing import IO, Any
 # The modules of the commands that tests run most, if they are installed; tests/e2e/test_deletable.py deletes some.
 IMPORTED = (
     "grpo_recipes.cli.recipes", "grpo_recipes.cli.plan", "grpo_recipes.cli.runs", "grpo_recipes.cli.keys",
-    "grpo_recipes.cli.fetch", "grpo_recipes.cli.follow", "grpo_recipes.launch.run", "grpo_recipes.launch.resolve",
+    "grpo_recipes.cli.fetch", "grpo_recipes.cli.follow", "grpo_recipes.cli.status",
+    "grpo_recipes.launch.run", "grpo_recipes.launch.resolve",
     "grpo_recipes.recipe.check_data", "grpo_recipes.recipe.datafiles", "grpo_recipes.console",
     "grpo_recipes.console.doctor", "grpo_recipes.extensions.environments.play",
     "grpo_recipes.extensions.environments.rules", "grpo_recipes.extensions.environments.roles",

@@ -19,6 +19,8 @@ from grpo_recipes.runs.rundir import Run, finish_summary, new_run, write_json
 from grpo_recipes.slurm import client
 from grpo_recipes.slurm.client import SlurmJob
 
+LAUNCHED = "grpo launch my.yaml --seed 7"  # the command of ``make_run``
+
 
 def launch_in(folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Let `grpo launch` of this process run in a folder, with no Slurm and none of the tester's variables."""
@@ -74,6 +76,8 @@ def make_run(tmp_path: Path, read: Any, planned: Any, monkeypatch: pytest.Monkey
         folder, facts = tmp_path / "runs" / f"test-{secrets.token_hex(4)}", Resources("cuda", gpus, 8, job).facts()
         run = new_run(folder, "test", "stamp", facts)
         assert run is not None
+        write_json(run.folder / "run.json", {**run.identity, "command": LAUNCHED})
+        run = Run(run.folder)
         plan = planned(recipe=recipe, gpus=gpus).as_json()
         write_json(run.folder / "plan.json", plan)
         (run.folder / "recipe.yaml").write_text(recipe.as_yaml())

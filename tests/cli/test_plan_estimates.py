@@ -121,7 +121,8 @@ def test_wrong_numbers_are_refused(flags, message, plan):
 
 def test_a_model_that_is_not_here_is_named(plan):
     lines = blocks(plan("--model_name_or_path", "some/model")[1], "memory")
-    assert lines == ["memory     not estimated: its config.json is not on this machine; grpo fetch RECIPE downloads it"]
+    command = "grpo fetch recipe.yaml --model_name_or_path some/model"
+    assert lines == [f"memory     not estimated: its config.json is not on this machine; {command} downloads it"]
 
 
 def test_submit_judges_by_the_profile(plan, tmp_path, monkeypatch, capsys):

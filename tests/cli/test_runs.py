@@ -162,6 +162,31 @@ def test_status_shows_the_command_that_resumes_a_run(folder, capsys, status, cau
     assert (command in run_command(capsys, "status", "last")) == shown
 
 
+def test_status_of_an_ended_run_shows_what_launch_prints_at_its_end(folder, capsys) -> None:
+    run = make_run(folder, status="completed", steps=4)
+    (run.folder / "report.html").touch()
+    write_json(run.folder / "run.json", {**run.identity, "command": "grpo launch my.yaml --seed 7"})
+    lines = run_command(capsys, "status", "last").splitlines()
+    if "chat" in cli.commands():  # the console writes the report and names the next command
+        assert lines[-3] == f"report   runs/{run.folder.name}/report.html"
+        assert lines[-1] == f"next     grpo chat runs/{run.folder.name}"
+    assert f"model    runs/{run.folder.name}/model" in lines
+
+    summary = {"status": "failed", "cause": "the vLLM server died before it was ready", "best_step": 2}
+    write_json(run.folder / "summary.json", summary)
+    *_, model, fix, again = run_command(capsys, "status", "last").splitlines()
+    assert model == "model    no complete checkpoint"
+    assert fix.startswith("fix      read its last lines above; grpo check --deep ")
+    assert again == "next     grpo launch my.yaml --seed 7"
+
+
+def test_status_of_a_run_that_never_started_shows_its_command(folder, capsys) -> None:
+    run = make_run(folder, status="submitted")
+    write_json(run.folder / "run.json", {**run.identity, "command": "grpo submit my.yaml --profile mysite"})
+    output = run_command(capsys, "status", "last")
+    assert output.endswith("next     grpo submit my.yaml --profile mysite\n") and "model " not in output
+
+
 def test_status_shows_the_first_and_the_current_reward(folder, capsys) -> None:
     run = make_run(folder)
     rows = [{"step": step, "max_steps": 10, "reward": step / 10} for step in range(1, 11)]

@@ -46,5 +46,7 @@ def test_the_report_is_written_while_a_run_trains_and_at_its_end(tmp_path: Path)
     ConsoleHooks().on_progress(folder)
     assert (folder / "report.html").is_file()
     (folder / "report.html").unlink()
+    assert ConsoleHooks().list_results(folder) == {}
     assert ConsoleHooks().on_end(folder) == [f"report in {folder}/report.html"]
+    assert ConsoleHooks().list_results(folder) == {"report": f"{folder}/report.html"}
     assert (folder / "report.html").is_file()

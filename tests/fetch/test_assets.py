@@ -22,6 +22,7 @@ from grpo_recipes.fetch.assets import (
     record_assets,
     write_record,
 )
+from grpo_recipes.paths import shell_path
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.types import Names
@@ -221,7 +222,9 @@ def test_what_is_missing_is_named_and_nothing_is_told_to_stay_offline(read: Read
     model, variables, notes = plan(recipe, environment, sources)
     assert model == "Qwen/Qwen2.5-1.5B-Instruct"
     assert all("HF_HUB_OFFLINE" not in process_variables for process_variables in variables)
-    assert "model Qwen/Qwen2.5-1.5B-Instruct is missing: the launch downloads it, or run grpo fetch" in notes
+    (line,) = [line for line in notes if "is missing" in line]
+    assert line.startswith("model Qwen/Qwen2.5-1.5B-Instruct is missing: the launch downloads it, or run grpo fetch ")
+    assert shell_path(recipe.path) in line
 
 
 def test_a_resumed_run_uses_its_commits_whatever_was_fetched_later(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import stat
 from types import SimpleNamespace
@@ -51,6 +52,7 @@ def attempt(read, planned, tmp_path):
         write_json(folder / "summary.json", {"status": "running", "restarts": 1, "idle_attempts": idle,
             "idle_trained": idle if trained is None else trained})  # fmt: skip
         (folder / "processes").mkdir()
+        write_json(folder / "run.json", {"command": "grpo launch my.yaml --seed 7"})
         write_json(folder / "processes/phase_0.json", {"phase": phase, "since": 1.0, "step": 4})
         run = Run(folder)
         recipe = read(**keys)
@@ -217,8 +219,18 @@ def test_a_run_whose_numbers_broke_is_started_anew_and_not_resumed(attempt, caps
     )
     out = capsys.readouterr().out
     assert "failed with exit code 1: rank 0: NotFinite: loss nan in step 6. Fix: lower it" in out
-    assert "grpo: next    start a new run with that change" in out and "--resume" not in out
+    again = "grpo: next    start a new run with that change (grpo launch my.yaml --seed 7), since"
+    assert again in out and "--resume" not in out and out.count("grpo launch") == 1
     assert summary_of(current)["cause"].startswith("rank 0: NotFinite")
+
+
+def test_a_run_without_a_checkpoint_is_started_again_with_its_command(attempt, capsys):
+    current = attempt()
+    shutil.rmtree(current.run.folder / "checkpoints")
+    finish_attempt(current, Ending(1, "the vLLM server died before it was ready"), wants_requeue=False, job=None)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("grpo: next    read its last lines above; grpo check --deep ")
+    assert last.endswith("; then grpo launch my.yaml --seed 7")
 
 
 def test_a_run_whose_reward_failed_is_resumed_with_the_edited_file_alone(attempt, capsys):

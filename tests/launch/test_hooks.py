@@ -23,6 +23,9 @@ class Fine(RunHooks):
     def next_command(self, run_dir: Path) -> str:
         return f"copy {run_dir}"
 
+    def list_results(self, run_dir: Path) -> dict[str, str]:
+        return {"copy": f"{run_dir}.copy"}
+
 
 class Broken(RunHooks):
     def check(self, recipe, environment, run_name) -> list[str]:
@@ -40,11 +43,15 @@ class Broken(RunHooks):
     def next_command(self, run_dir: Path) -> str:
         raise OSError("the disk is full")
 
+    def list_results(self, run_dir: Path) -> dict[str, str]:
+        raise OSError("the disk is full")
+
 
 def test_hooks_do_nothing_by_default(read) -> None:
     hooks = AllHooks([RunHooks()])
     hooks.on_progress(Path("run"))
     assert (hooks.check(read(), {}, "mine"), hooks.on_end(Path("run")), hooks.on_model(Path("run"))) == ([], [], "")
+    assert hooks.list_results(Path("run")) == {}
 
 
 def test_every_hook_is_called_and_an_error_becomes_a_line(read) -> None:
@@ -54,6 +61,7 @@ def test_every_hook_is_called_and_an_error_becomes_a_line(read) -> None:
     assert hooks.on_model(Path("run")) == "; Broken failed (OSError: the disk is full), copied"
     assert hooks.next_command(Path("run")) == "Broken failed (OSError: the disk is full)"
     assert AllHooks([RunHooks(), Fine()]).next_command(Path("run")) == "copy run"
+    assert hooks.list_results(Path("run")) == {"copy": "run.copy"}, "a broken hook has no results"
     assert AllHooks([Fine()]).check(read(), {}, "mine") == ["mine is checked"]
 
 

@@ -139,7 +139,7 @@ def test_update_rewards_takes_the_changed_file(launched, tmp_path, capsys):
         ("Bus error (core dumped)", "enlarge /dev/shm"),
         ("OSError: [Errno 24] Too many open files", "run ulimit -n 65536"),
         ('zmq.error.ZMQError: ipc path "/x" is longer than 107 characters', "set TMPDIR to a short path"),
-        ("ValueError: a model of another kind", "read its last lines above; grpo check --deep RECIPE"),
+        ("ValueError: a model of another kind", "read its last lines above; grpo check --deep /"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("cause", [DIED, "the vLLM API server (pid 7) exited with code 1"])

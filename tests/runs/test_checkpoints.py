@@ -305,7 +305,7 @@ def test_where_none_can_be_resumed_a_person_decides(tmp_path):
         "contains no checkpoint that can be resumed: checkpoint-6 (model.safetensors has 7 of 700 bytes), "
         "checkpoint-3 (COMPLETE is missing)"
     )
-    assert "as a new run, or move this folder away" in problem.fix
+    assert problem.fix.startswith("start a new run with grpo launch RECIPE, or move this folder away")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-6", "partial"]
 
 

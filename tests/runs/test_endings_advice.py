@@ -16,10 +16,13 @@ from grpo_recipes.runs.rundir import Run, write_json
     ("cause", "expected_advice"),
     [
         ("rank 0: OSError: [Errno 28] No space left on device", "free space"),
-        ("the vLLM server died before it was ready", "grpo check --deep RECIPE"),
+        ("the vLLM server died before it was ready", "grpo check --deep runs/"),
         ("the vLLM server was not ready after 600 s (vllm_server_timeout)", "raise vllm_server_timeout"),
-        ("port 8000 was taken by another process (pid 5) while the server started", "launch again"),
-        ("rank 0: TooManyWithoutVerdict: 60% of the completions", "grpo check-rewards RECIPE"),
+        (
+            "port 8000 was taken by another process (pid 5) while the server started",
+            "launch again to use another port (grpo launch ",
+        ),
+        ("rank 0: TooManyWithoutVerdict: 60% of the completions", "grpo check-rewards runs/"),
         (
             "rank 0: TooManyWithoutVerdict: 60% are unscored. Reward 'environment' gave no score for 9 of 9",
             "fix the environment and add --update-rewards to the resume",
@@ -29,8 +32,11 @@ from grpo_recipes.runs.rundir import Run, write_json
         ("run-api died before it was ready", "to start it without a run: python -m atroposlib.cli.run_api"),
         ("run-api was not ready after 300 s", "read its log to see why it is slow"),
         ("run-api (pid 7) was killed by signal 9", "server_restarts: N restarts it and the trainers up to N times"),
-        ("port 8001 was taken by another process (pid 5) while run-api started", "launch again"),
-        ("environment sums (pid 7) exited with code 2", "fix the error in its log, then launch the recipe again"),
+        (
+            "port 8001 was taken by another process (pid 5) while run-api started",
+            "launch again to use another port (grpo launch ",
+        ),
+        ("environment sums (pid 7) exited with code 2", "fix the error in its log, then grpo launch my.yaml --seed 7"),
         ("environment sums (pid 7) exited with code 1; no step was completed since", "resume with --update-rewards"),
         ("rank 1 (pid 7) was killed by signal 9", "if dmesg shows that memory ran out, request more memory, or"),
         ("rank 0: WeightsDiffer: weights did not reach the server", "Weights page"),
@@ -44,7 +50,25 @@ def test_a_cause_has_its_advice(make_run, cause, expected_advice):
 def test_a_known_cause_reads_no_file_of_the_run(make_run):
     run = make_run(cause="the vLLM server died before it was ready")
     (run.folder / "recipe.yaml").write_text("a: [")
-    assert "grpo check --deep RECIPE" in advice(Run(run.folder), run.cause)
+    assert f"grpo check --deep runs/{run.folder.name}/recipe.yaml" in advice(Run(run.folder), run.cause)
+    (run.folder / "plan.json").write_text("{")
+    (run.folder / "run.json").write_text("{")
+    assert f"(grpo launch runs/{run.folder.name}/recipe.yaml)" in advice(Run(run.folder), "port 5 was taken")
+    (run.folder / "recipe.yaml").unlink()
+    assert "(grpo launch RECIPE)" in advice(Run(run.folder), "port 5 was taken")
+
+
+def test_a_command_of_the_advice_has_the_recipe_that_the_user_edits(make_run, tmp_path):
+    run = make_run(cause="the vLLM server died before it was ready")
+    write_json(run.folder / "plan.json", {**run.plan, "recipe": str(tmp_path / "my recipe.yaml")})
+    (tmp_path / "my recipe.yaml").write_text("")
+    assert "grpo check --deep 'my recipe.yaml' loads" in advice(Run(run.folder), run.cause)
+
+
+def test_one_of_several_recipes_is_not_started_from_the_first(make_run):
+    run = make_run()
+    write_json(run.folder / "run.json", {**run.identity, "command": "grpo launch sft.yaml grpo.yaml"})
+    assert f"(grpo launch --resume runs/{run.folder.name})" in advice(Run(run.folder), "port 5 was taken")
 
 
 def test_why_an_environment_or_run_api_ended_is_looked_for_in_its_own_log(make_run):
@@ -88,7 +112,7 @@ def failed(make_run, tmp_path):
 def test_after_a_reward_failed_a_resume_takes_the_edited_file(failed, tmp_path):
     run = failed(RAISED)
     resume = f"grpo launch --resume runs/{run.folder.name} --update-rewards"
-    tried = "(grpo check-rewards RECIPE), then"
+    tried = f"(grpo check-rewards runs/{run.folder.name}/recipe.yaml), then"
     assert advice(run, run.cause) == f"fix own.py (the run uses a copy) {tried} {resume}"
     assert ending(run).fix == advice(run, run.cause), "doctor says it too"
     assert reward_fix(run, run.cause) == advice(run, run.cause), "the report shows it too"
@@ -98,7 +122,8 @@ def test_after_a_reward_failed_a_resume_takes_the_edited_file(failed, tmp_path):
 
 def test_without_a_checkpoint_a_new_launch_is_advised(failed):
     run = failed(RAISED, saved=False)
-    assert "then launch the recipe as a new run: there is no checkpoint" in advice(run, run.cause)
+    again = "then start a new run, since there is no checkpoint: grpo launch my.yaml --seed 7"
+    assert advice(run, run.cause).endswith(again)
     assert "--resume" not in advice(run, run.cause)
 
 
@@ -107,10 +132,10 @@ def test_without_a_checkpoint_a_new_launch_is_advised(failed):
     [
         ("most often: time limit (9)", "or raise reward_timeout (--reward_timeout N), then"),
         ("most often: no answer from its server (URLError: <urlopen error [Errno 111] Connection refused>) (9)",
-         "start the server that own.py calls, or correct its address (grpo check-rewards RECIPE), "
+         "start the server that own.py calls, or correct its address (grpo check-rewards RUN/recipe.yaml), "
          "then grpo launch --resume RUN"),
         ("KeyError: 'KEY'; it runs isolated, without this variable: set reward_environment: [KEY] (9)",
-         "export KEY before the launch (grpo check-rewards RECIPE), then grpo launch --resume RUN "
+         "export KEY before the launch (grpo check-rewards RUN/recipe.yaml), then grpo launch --resume RUN "
          "--reward_environment KEY"),
     ],
 )  # fmt: skip
@@ -123,7 +148,8 @@ def test_what_ended_most_calls_decides_the_advice(failed, causes, expected_advic
 
 def test_of_a_module_there_is_no_copy_to_update(make_run):
     run = make_run(cause=RAISED.replace("own.py:score", "json:dumps"), reward_funcs=["json:dumps"])
-    assert advice(run, run.cause).startswith("fix json (grpo check-rewards RECIPE), then launch")
+    test = f"grpo check-rewards runs/{run.folder.name}/recipe.yaml"
+    assert advice(run, run.cause).startswith(f"fix json ({test}), then start a new run")
 
 
 def test_the_cause_counts_before_what_stands_in_a_log(make_run):

@@ -40,7 +40,8 @@ _COMMANDS = {
     "keys": "grpo_recipes.cli.keys:keys",
     "fetch": "grpo_recipes.cli.fetch:fetch",
     **{name: f"grpo_recipes.cli.runs:{name}" for name in ("launch", "submit")},
-    **{name: f"grpo_recipes.cli.follow:{name}" for name in ("status", "logs", "stop")},
+    "status": "grpo_recipes.cli.status:status",
+    **{name: f"grpo_recipes.cli.follow:{name}" for name in ("logs", "stop")},
     "completion": "grpo_recipes.cli.shell:completion",
 }  # fmt: skip
 # Groups of commands in `grpo --help`; commands of installed packages come in a group after these.

@@ -16,34 +16,17 @@ from pathlib import Path
 from typing import TypeAlias
 
 from grpo_recipes.cli import command, option, switch
-from grpo_recipes.cli.display import print_labelled
-from grpo_recipes.cli.jobs import BareJob, SlurmPoll, find_bare_job, list_bare_jobs
+from grpo_recipes.cli.jobs import BareJob, SlurmPoll, find_bare_job
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
-from grpo_recipes.launch.attempt import SUBMITTED, format_resume_command
+from grpo_recipes.launch.attempt import SUBMITTED
 from grpo_recipes.launch.resolve import POINTERS
 from grpo_recipes.paths import display_path, is_locked, shell_path, sort_newest_first
-from grpo_recipes.process.reports import align_columns
 from grpo_recipes.process.terminal import LOG, strip_control_codes
 from grpo_recipes.recipe.extensions import merged
 from grpo_recipes.recipe.keys import run_root
 from grpo_recipes.runs import rundir
-from grpo_recipes.runs.groups import COMPLETED, GONE, RunGroup, find_group, group_kinds, list_groups
-from grpo_recipes.runs.health import (
-    average_first_and_last,
-    drop_missing,
-    find_notices,
-    finite_number,
-    format_rewards,
-)
-from grpo_recipes.runs.progress import (
-    find_current_activity,
-    format_best,
-    format_episode_metrics,
-    format_evaluation,
-    format_position,
-    format_seconds_since,
-)
+from grpo_recipes.runs.groups import COMPLETED, RunGroup, find_group, group_kinds
 from grpo_recipes.runs.rundir import Run
 from grpo_recipes.secrets import mask_secrets
 from grpo_recipes.slurm.client import NO_ANSWER, Job, cancel_job, find_job, list_my_jobs
@@ -51,8 +34,8 @@ from grpo_recipes.slurm.client import NO_ANSWER, Job, cancel_job, find_job, list
 RUN_HELP = "Run directory, name of a run in RUN_ROOT, last for the newest run, or id of a Slurm job"
 _KINDS = [f"a {kind.kind}" for kind in group_kinds()]
 GROUP_HELP = "".join([RUN_HELP, *(f"; or directory or name of {kind}" for kind in _KINDS)])
-_RUN_OR_GROUP = " or ".join(["a run", *_KINDS])
-_ENDED = ("completed", "failed", "stopped")
+RUN_OR_GROUP = " or ".join(["a run", *_KINDS])
+ENDED = ("completed", "failed", "stopped")
 # Kinds of logs, and prefixes of their roles.
 _LOGS = {
     "slurm": ("slurm.out", "slurm.err"), "server": ("server",), "trainer": ("trainer",), "launch": ("launch",),
@@ -115,19 +98,19 @@ def _folder_of_job(job_id: str) -> Path:
     raise config_error(job_id, problem, "give the run directory, or set RUN_ROOT to the folder of the run")
 
 
-def _describe_state(run: Run, job: Job | None) -> tuple[str, bool]:
+def describe_state(run: Run, job: Job | None) -> tuple[str, bool]:
     """Describe the state of a run in words, and return whether it has ended and will not be started again.
 
     ``job`` is the run's job in Slurm, or None if it has none or Slurm has forgotten it.
     """
     status = str(run.summary.get("status", "unknown"))
-    status = SUBMITTED if status in _ENDED and run.is_starting() else status
+    status = SUBMITTED if status in ENDED and run.is_starting() else status
     # Without an answer from Slurm, an unfinished run may still wait or run. A finished run stays finished.
-    active = job is not None and job.active and not (job.state == NO_ANSWER and status in _ENDED)
-    has_ended = not active and (status in _ENDED or not run.is_running())
+    active = job is not None and job.active and not (job.state == NO_ANSWER and status in ENDED)
+    has_ended = not active and (status in ENDED or not run.is_running())
     if job is not None and job.waits:
         return f"waiting in the queue{f' ({job.reason})' if job.reason else ''}", has_ended
-    if status in _ENDED:
+    if status in ENDED:
         return status, has_ended
     if job is not None and job.state == NO_ANSWER:
         return f"{status}, but Slurm does not answer", has_ended
@@ -136,89 +119,6 @@ def _describe_state(run: Run, job: Job | None) -> tuple[str, bool]:
         state = "never started" if status == SUBMITTED else "lost: its launcher is gone"
         return f"{state}{job_state}", has_ended
     return "starting" if status == SUBMITTED else status, has_ended
-
-
-@command(
-    f"Show the state of {_RUN_OR_GROUP}, or list all of them",
-    option("which", nargs="?", metavar="RUN", help=f"{GROUP_HELP} (default: list everything in RUN_ROOT)"),
-)
-def status(options: argparse.Namespace) -> int:
-    """Print the state of a run or a folder of runs, or a table of everything in RUN_ROOT. Return 0."""
-    if options.which is None:
-        _print_runs()
-        return 0
-    run = find_target(options.which)
-    if not isinstance(run, Run):
-        lines = run.lines() if isinstance(run, BareJob) else group_lines(run, find_jobs(run))
-        print(*lines, sep="\n")
-        return 0
-    job = _find_run_job(run)
-    state, has_ended = _describe_state(run, job)
-    step, reward, time_left = format_position(run.rows, has_ended)
-    if reward:  # shown as the mean of the first and of the last steps
-        rewards = drop_missing(finite_number(row.get("reward")) for row in run.rows)
-        initial, current = average_first_and_last(rewards)
-        assert initial is not None and current is not None
-        reward = format_rewards(initial, current, len(rewards))
-    time_limit = f", at most until {job.ends}" if job and job.ends and not job.waits and job.active else ""
-    phase, since = find_current_activity(run.folder) if run.is_running() else ("", 0.0)
-    evaluations = rundir.read_rows(run.folder / "eval.jsonl", lenient=True)
-    facts = [
-        ("run", display_path(run.folder)),
-        ("state", state),
-        ("cause", run.cause),
-        ("job", run.job_id and f"{run.job_id} {job or 'is no longer known to Slurm'}{time_limit}"),
-        ("phase", phase and f"{phase} for {format_seconds_since(since)}"),
-        ("step", step),
-        ("reward", reward),
-        ("episodes", run.rows and format_episode_metrics(run.rows[-1])),
-        ("eval", evaluations and format_evaluation(evaluations[-1])),
-        ("best", format_best(rundir.read_json(run.folder / rundir.BEST))),
-        ("left", time_left and f"about {time_left} of training"),
-        ("restarts", str(run.summary.get("restarts") or "")),
-        *(("note", str(notice)) for notice in find_notices(run.rows, run.value, over=has_ended)),
-        *(("log", display_path(path)) for path in (run.folder / LOG, *run.logs.values()) if path.is_file()),
-        ("resume", has_ended and state != "completed" and format_resume_command(run.folder, run.cause or "")),
-    ]
-    print_labelled([f"{name:<8} {text}" for name, text in facts if text], 8)
-    return 0
-
-
-_COLUMNS = ("state", "job", "step", "reward", "left")
-
-
-def _print_runs() -> None:
-    """Print a table of RUN_ROOT, the most recently written run or folder of runs first. Query Slurm for the jobs."""
-    root, jobs = run_root(os.environ), list_my_jobs()  # jobs are None if Slurm does not answer
-    runs, groups = rundir.list_runs(root), list_groups(root)
-    job_ids = set[str]()
-    for run in runs:
-        with contextlib.suppress(ConfigError):  # the table shows a damaged run directory
-            job_ids.add(run.job_id)
-    bare_jobs = list_bare_jobs((jobs or {}).values(), job_ids)
-    rows: list[tuple[str, ...]] = [(f"({job.script})", job.state, job.job_id) for job in bare_jobs]
-    entries: list[Run | RunGroup] = [*runs, *groups]
-    for entry in sorted(entries, key=_find_write_time, reverse=True):
-        if isinstance(entry, RunGroup):
-            name = f"{entry.folder.parent.name}/{entry.folder.name}"
-            rows.append((name, group_state(entry, jobs)[0], " ".join(map(str, entry.record["jobs"]))))
-        else:
-            rows.append((entry.folder.name, *_make_cells(entry, jobs)))
-    if not rows:
-        print(f"grpo: no runs found in {display_path(root)}. Start one with: grpo launch RECIPE")
-        return
-    rows.insert(0, ("run", *_COLUMNS))
-    print(*align_columns([(*row, *[""] * (len(rows[0]) - len(row))) for row in rows]), sep="\n")
-
-
-def _make_cells(run: Run, jobs: dict[str, Job] | None) -> tuple[str, ...]:
-    """Return a run's cells for ``_COLUMNS``; for a damaged run, only its state. ``jobs`` are as in ``group_state``."""
-    try:
-        job = (Job(run.job_id, NO_ANSWER) if run.job_id else None) if jobs is None else jobs.get(run.job_id)
-        state, has_ended = _describe_state(run, job)
-        return state, run.job_id, *format_position(run.rows, has_ended)
-    except ConfigError as error:
-        return f"damaged: {Path(error.problems[0].where).name}", "", "", "", ""
 
 
 def group_state(group: RunGroup, jobs: dict[str, Job] | None) -> tuple[str, bool]:
@@ -230,41 +130,13 @@ def group_state(group: RunGroup, jobs: dict[str, Job] | None) -> tuple[str, bool
     active = [
         run
         for run in trials
-        if run.is_running() or (jobs is None and run.job_id and run.summary.get("status") not in _ENDED)
+        if run.is_running() or (jobs is None and run.job_id and run.summary.get("status") not in ENDED)
     ]
     active += [run for run in trials if jobs and (job := jobs.get(run.job_id)) is not None and job.active]
     has_ended = not active and not is_locked(group.folder / "lock")
     completed = sum(group.status(index) == COMPLETED for index in range(len(trials)))
     state = "running" if not has_ended else COMPLETED if group.is_over() else "stopped"
     return f"{state}, {completed} of {group.trial_count} trials completed", has_ended
-
-
-def group_lines(group: RunGroup, jobs: dict[str, Job] | None) -> list[str]:
-    """Return lines with the state of a folder of runs, and a table of its trials.
-
-    ``jobs`` are the user's Slurm jobs by id, or None if Slurm does not answer.
-    """
-    state, has_ended = group_state(group, jobs)
-    rows: list[tuple[str, ...]] = [("trial", *_COLUMNS)]
-    for index, name in enumerate(group.names):
-        cells = _make_cells(Run(group.trial_dir(index)), jobs)
-        if group.status(index) == GONE:
-            cells = (GONE, *cells[1:])
-        elif cells[0].startswith("never started") and not has_ended:
-            cells = ("waiting for other trials", *cells[1:])
-        rows.append((name, *cells))
-    return [f"{group.kind:<8} {display_path(group.folder)}", f"state    {state}", "", *align_columns(rows)]
-
-
-def _find_write_time(entry: Run | RunGroup) -> float:
-    """Return the Unix time of the last write to the summary (or else record) of a run or group, or its trials; or 0."""
-    summaries = entry.folder.glob(f"{rundir.CELLS}/*/summary.json")
-    trials = [path.stat().st_mtime for path in summaries]
-    record = entry.record_file if isinstance(entry, RunGroup) else "run.json"
-    for name in ("summary.json", record):
-        with contextlib.suppress(OSError):
-            return max((entry.folder / name).stat().st_mtime, *trials, 0.0)
-    return 0.0  # removed after it was listed
 
 
 @command(
@@ -419,11 +291,11 @@ def find_jobs(target: Run | RunGroup) -> Jobs:
     """
     if isinstance(target, RunGroup):
         return list_my_jobs() if target.record["jobs"] else {}
-    job = _find_run_job(target)
+    job = find_run_job(target)
     return {job.id: job} if job else {}
 
 
-def _find_run_job(run: Run) -> Job | None:
+def find_run_job(run: Run) -> Job | None:
     job_id = Run(run.folder).job_id  # read again: a resumed run may have another job
     return find_job(job_id) if job_id else None
 
@@ -432,11 +304,11 @@ def target_state(target: Run | RunGroup, jobs: Jobs) -> tuple[str, bool]:
     """Describe the state of a run or a group, given the result of ``find_jobs``, and return whether it has ended."""
     if isinstance(target, RunGroup):
         return group_state(target, jobs)
-    return _describe_state(Run(target.folder), next(iter((jobs or {}).values()), None))
+    return describe_state(Run(target.folder), next(iter((jobs or {}).values()), None))
 
 
 @command(
-    f"Save and stop {_RUN_OR_GROUP}",
+    f"Save and stop {RUN_OR_GROUP}",
     option("which", metavar="RUN", help=GROUP_HELP),
     switch("--now", help="Stop at once, without waiting for the current step"),
 )
@@ -472,7 +344,7 @@ def stop(options: argparse.Namespace) -> int:
     if is_locked(target.folder / "lock"):
         print("grpo: stop requested: the running trial saves and ends, no other trial starts (--now stops at once)")
     for run in (Run(target.trial_dir(index)) for index in range(len(target.names))):
-        if (options.now or not is_locked(target.folder / "lock")) and not _describe_state(run, _find_run_job(run))[1]:
+        if (options.now or not is_locked(target.folder / "lock")) and not describe_state(run, find_run_job(run))[1]:
             _stop_run(run, options.now)
     return 0
 
@@ -484,7 +356,7 @@ def _stop_run(run: Run, now: bool) -> None:
     the status "stopped". With ``now``, another job is canceled, or without a job the launcher gets SIGTERM twice.
     Raise ConfigError with ``now`` if the launcher runs on another machine without Slurm.
     """
-    job = _find_run_job(run)
+    job = find_run_job(run)
     (run.folder / rundir.NO_REQUEUE).touch()
     if job is not None and (job.waits or run.summary.get("status") != "running"):
         cancel_job(job.id)  # no process runs that could save or read a stop request

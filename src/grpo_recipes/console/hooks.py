@@ -10,7 +10,7 @@ from grpo_recipes.console.publish.publisher import publish_model
 from grpo_recipes.console.publish.push import Target, check_push_target
 from grpo_recipes.console.report.pages import try_write_report
 from grpo_recipes.launch.hooks import RunHooks
-from grpo_recipes.paths import shell_path
+from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.recipe import Recipe
 
 
@@ -44,3 +44,8 @@ class ConsoleHooks(RunHooks):
     def next_command(self, run_dir: Path) -> str:
         """Return the command that talks to the model of a completed run."""
         return f"grpo chat {shell_path(run_dir)}"
+
+    def list_results(self, run_dir: Path) -> dict[str, str]:
+        """Return the path of the report, if it was written."""
+        report = run_dir / "report.html"
+        return {"report": display_path(report)} if report.is_file() else {}

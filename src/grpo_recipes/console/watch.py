@@ -19,12 +19,12 @@ from grpo_recipes.cli.follow import (
     GROUP_HELP,
     find_jobs,
     find_target,
-    group_lines,
     is_silent,
     target_state,
     wait_for_run,
 )
 from grpo_recipes.cli.jobs import BareJob, SlurmPoll
+from grpo_recipes.cli.status import group_lines
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED
 from grpo_recipes.paths import display_path
 from grpo_recipes.process.terminal import columns, use_color

@@ -22,10 +22,11 @@ from urllib.parse import quote
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.fetch.built_in import require_smoke_space
 from grpo_recipes.fetch.hub import EXIT_INTERRUPTED, explain_unreachable_hub, hub_answers
-from grpo_recipes.paths import cache_root, module_command, shell_quote
+from grpo_recipes.paths import cache_root, module_command, shell_path, shell_quote
 from grpo_recipes.process.tree import die_with_parent
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.datafiles import BUILDERS
+from grpo_recipes.recipe.document import as_words
 from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.recipe.generated import generated, has_scheme
 from grpo_recipes.recipe.registry import benchmark_sources, list_reward_models
@@ -114,17 +115,23 @@ class Assets:
             return {}
         return {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
-    def notes(self) -> list[str]:
-        """Return a line for the printed plan for each downloaded and each missing asset of the hub."""
+    def notes(self, recipe: Recipe) -> list[str]:
+        """Return a line for the printed plan of ``recipe`` for each downloaded and each missing asset of the hub."""
         fetched = [
             f"{asset.kind} {asset.id} at {asset.commit[:12]}, fetched" for asset in self.present if asset.from_hub
         ]
-        missing = [f"{asset} is missing: the launch downloads it, or run grpo fetch" for asset in self.missing]
-        return fetched + missing
+        command = format_fetch_command(recipe)
+        return fetched + [f"{asset} is missing: the launch downloads it, or run {command}" for asset in self.missing]
 
     def as_json(self) -> list[dict[str, Any]]:
         """Return the found assets as plain data for ``run.json`` and ``sources.json``."""
         return [{name: getattr(asset, name) for name in _RECORDED_FIELDS} for asset in self.present]
+
+
+def format_fetch_command(recipe: Recipe) -> str:
+    """Return the command that downloads the models and data of a recipe, with the flags that set its keys."""
+    flags = {key: value for key, value in recipe.values.items() if value.source.startswith("--")}
+    return " ".join(["grpo fetch", shell_path(recipe.path), *map(shell_quote, as_words(flags))])
 
 
 def list_assets(recipe: Recipe, local: bool = False) -> list[Asset]:

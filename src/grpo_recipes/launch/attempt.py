@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_recipes.errors import EXIT_STOPPED, config_error, translate_errors
+from grpo_recipes.launch.closing import describe_model, describe_next_step, describe_rewards, format_resume_command
 from grpo_recipes.launch.hooks import AllHooks
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Ending, read_last_lines
 from grpo_recipes.launch.resolve import record_job
-from grpo_recipes.paths import display_path, shell_path
+from grpo_recipes.paths import display_path
 from grpo_recipes.plan.commands import base_environment, run_environment, tracker_environment
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.replicas import with_replicas
@@ -33,8 +34,8 @@ from grpo_recipes.rewards.load import copy_reward_files
 from grpo_recipes.runs import rundir
 from grpo_recipes.runs.benchmark import write_benchmark
 from grpo_recipes.runs.checkpoints import find_newest_complete, parse_step, recording_changes
-from grpo_recipes.runs.endings import advice
-from grpo_recipes.runs.health import find_notices, format_rewards
+from grpo_recipes.runs.commands import fill_commands
+from grpo_recipes.runs.health import find_notices
 from grpo_recipes.runs.progress import format_unusual_totals
 from grpo_recipes.runs.rundir import NO_REQUEUE, Run, load_json_mapping, read_json, write_json
 from grpo_recipes.runs.trace import LAUNCHER, Trace
@@ -303,10 +304,9 @@ def finish_attempt(
     _print_results(attempt, summary["benchmarks"], is_over=not outcome.job)
     if benchmark and not outcome.job:
         print_line("\n".join(write_benchmark(Run(folder))))
-    fix = advice(Run(folder), cause) if outcome.status == "failed" else ""
     if outcome.refusal:
         say(f"not requeued: {outcome.refusal}")
-    _print_ending(attempt, outcome, summary, fix)
+    _print_ending(attempt, outcome)
     if outcome.job:
         if refusal := requeue_job(outcome.job):
             outcome = replace(outcome, job=None, refusal=refusal)
@@ -318,46 +318,30 @@ def finish_attempt(
     return outcome
 
 
-def _print_ending(attempt: Attempt, outcome: Outcome, summary: Mapping[str, Any], fix: str) -> None:
+def _print_ending(attempt: Attempt, outcome: Outcome) -> None:
     """Print four lines: status and cause, rewards, model, and the command that comes next.
 
-    For a completed run, first call ``on_model`` of the hooks, which may publish the model. ``fix`` is the advice on a
-    failed run. The resume command is added to the advice, unless the advice contains ``--resume``.
+    For a completed run, first call ``on_model`` of the hooks, which may publish the model.
     """
-    folder, cause = attempt.run.folder, summary["cause"] or ""
-    status = outcome.final_status
+    run = Run(attempt.run.folder)
+    summary, status = run.summary, outcome.final_status
+    model = describe_model(run)
     if outcome.code:
-        status += f" with exit code {outcome.code}: {cause}"
-        checkpoint = find_newest_complete(folder / "checkpoints")
-        model = f"{display_path(checkpoint)} (newest checkpoint)" if checkpoint else "no complete checkpoint"
-        command = format_resume_command(folder, cause)
-        if command and "--resume" not in fix:
-            fix = f"{fix + '; then ' if fix else ''}{command}{rundir.describe_damaged_rows(folder)}"
-        next_step = "nothing, Slurm starts the job again" if outcome.job else fix or "launch the recipe again"
+        status += f" with exit code {outcome.code}: {run.cause}"
     else:
-        is_best = attempt.recipe.evaluation.load_best_model_at_end and "best_step" in summary
-        of_step = f" (step {summary['best_step']})" if is_best else ""
-        model = f"{display_path(folder / 'model')}{of_step}{attempt.hooks.on_model(folder)}"
-        next_step = attempt.hooks.next_command(folder)
+        model += attempt.hooks.on_model(run.folder)
         if summary.get("stopped_early"):
             status += f"; stopped early, {plural(summary['evaluations_since_best'], 'evaluation')} without improvement"
     if attempt.plan.smoke:
         status += "; smoke test on CPU, not an experiment"
+    next_step = "nothing, Slurm starts the job again"
+    if not outcome.job:
+        next_step = "; then ".join(filter(None, describe_next_step(run, attempt.hooks)))
     result = "loss" if summary.get("final_loss") is not None else "reward"
     lines = {"status": status, result: describe_rewards(summary), "model": model, "next": next_step}
     for label, text in lines.items():
         if text:
             say(f"{label:<7} {text}")
-
-
-def format_resume_command(folder: Path, cause: str) -> str:
-    """Return the command that resumes an unfinished run; an empty text without a checkpoint or with NaN weights.
-
-    ``cause`` is the reason of its end. A run whose weights became NaN or infinite would fail again.
-    """
-    if "NotFinite" in cause or not find_newest_complete(folder / "checkpoints"):
-        return ""
-    return f"grpo launch --resume {shell_path(folder)}"
 
 
 def _print_results(attempt: Attempt, benchmarks: Mapping[str, Any], is_over: bool) -> None:
@@ -368,30 +352,11 @@ def _print_results(attempt: Attempt, benchmarks: Mapping[str, Any], is_over: boo
     rows = rundir.read_metrics(attempt.run.folder, lenient=True)
     for notice in find_notices(rows, attempt.recipe.__getitem__, over=is_over):
         if notice.serious:
-            say(f"note: {notice}")
+            say(fill_commands(f"note: {notice}", attempt.run))
     for name, result in benchmarks.items():
         say(f"benchmark {name}: {format_result(result)}")
     if shares := format_unusual_totals(rows):
         say(f"over all steps: {shares}")
-
-
-def describe_rewards(summary: Mapping[str, Any]) -> str:
-    """Describe the rewards of a run's first and last steps, and of its first and last evaluation if it has any.
-
-    A run without rewards is described by its loss. Without either, the text is ``none in 3 steps`` or ``no step was
-    completed``.
-    """
-    steps, first, last = summary["steps"], summary["initial_reward"], summary["final_reward"]
-    if first is None:
-        first, last = summary.get("initial_loss"), summary.get("final_loss")
-    text = f"none in {plural(steps, 'step')}" if steps else "no step was completed"
-    if first is not None:
-        text = format_rewards(first, last, steps)
-    if "initial_eval_reward" in summary:
-        text += f"; evaluated {summary['initial_eval_reward']:.3f} -> {summary['final_eval_reward']:.3f}"
-    if "best_step" in summary:
-        text += f", best {summary['best_eval_reward']:.3f} at step {summary['best_step']}"
-    return text
 
 
 def end_without_run(ending: Ending, wants_requeue: bool, job: SlurmJob | None) -> int:

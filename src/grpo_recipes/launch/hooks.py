@@ -9,6 +9,7 @@ so ``check`` may store a result for the other methods.
             return [f"report in {write_report(run_dir)}"]
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -39,6 +40,10 @@ class RunHooks:
     def next_command(self, run_dir: Path) -> str:
         """Return a command that the user may run after a completed run, or "" for none."""
         return ""
+
+    def list_results(self, run_dir: Path) -> dict[str, str]:
+        """Return results of an ended run that `grpo status` shows: a label of at most 8 characters and a text."""
+        return {}
 
 
 class AllHooks(RunHooks):
@@ -104,6 +109,14 @@ class AllHooks(RunHooks):
             except Exception as error:
                 return _describe_failure(hook, error)
         return ""
+
+    def list_results(self, run_dir: Path) -> dict[str, str]:
+        """Return the results of all hooks, except of hooks that fail."""
+        results: dict[str, str] = {}
+        for hook in self._hooks:
+            with contextlib.suppress(Exception):
+                results |= hook.list_results(run_dir)
+        return results
 
 
 def _describe_failure(hook: RunHooks, error: Exception) -> str:

@@ -76,7 +76,8 @@ def next_stage(run: Run, options: Options) -> Options | None:
         return replace(stage, resume=next_run, flags=())
     model = run.folder / "model"
     if not model.is_dir():
-        raise config_error(display_path(run.folder), "the run has no model to start from", "launch the recipes again")
+        fix = f"launch the recipes again: {run.identity['command']}"
+        raise config_error(display_path(run.folder), "the run has no model to start from", fix)
     say(f"{display_path(recipe)} starts from {display_path(model)}")
     flags = tuple(run.identity["then_flags"])
     keys = start_from(str(model), "main")

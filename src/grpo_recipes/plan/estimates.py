@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from grpo_recipes.fetch.assets import format_fetch_command
 from grpo_recipes.plan.models import Facts, UnknownShape
 from grpo_recipes.plan.needs import GIB, Disk, Need, format_gib
 from grpo_recipes.plan.speed import Speed, find_speed
@@ -213,5 +214,6 @@ def estimate(plan: Plan, recipe: Recipe, names: Names, gpu_gib: float | None, wa
     try:
         memory, disk = estimate_memory(recipe, plan, gpu_gib), estimate_disk(recipe, plan, names.run_dir)
     except UnknownShape as error:
-        return Estimates({}, None, speed, str(error))
+        reason = str(error).replace("grpo fetch RECIPE", format_fetch_command(recipe))
+        return Estimates({}, None, speed, reason)
     return Estimates(memory, disk, speed)

@@ -187,7 +187,7 @@ def with_sources(plan: Plan, recipe: Recipe, resources: Resources, sources: Asse
         return local.path if (local := sources.find_model(name)) else name
 
     reward_models = tuple(filter(None, map(find_folder, list_reward_models(recipe.rewards.funcs))))
-    notes = [*plan.notes, *sources.notes()]
+    notes = [*plan.notes, *sources.notes(recipe)]
     plan = replace(plan, model=model, teacher=find_folder(plan.teacher), reward_models=reward_models, notes=notes)
     return replace(plan, max_num_seqs=choose_max_num_seqs(recipe, plan, resources.gpu_gib))
 

@@ -23,7 +23,8 @@ import xxhash
 
 from grpo_recipes.errors import ConfigError, Problem, config_error
 from grpo_recipes.paths import display_path
-from grpo_recipes.runs.rundir import load_json_mapping, write_json
+from grpo_recipes.runs.commands import fill_commands
+from grpo_recipes.runs.rundir import Run, load_json_mapping, write_json
 
 MARKER = "COMPLETE"
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)", re.ASCII)
@@ -241,8 +242,9 @@ def find_verified_checkpoint(
         damages[checkpoint] = damage
     if damages:
         details = ", ".join(f"{checkpoint.name} ({damage})" for checkpoint, damage in damages.items())
-        fix = "launch the recipe as a new run, or move this folder away to start this run again from step 0"
-        raise config_error(display_path(folder), f"contains no checkpoint that can be resumed: {details}", fix)
+        fix = "start a new run with grpo launch RECIPE, or move this folder away to start this run again from step 0"
+        problem = f"contains no checkpoint that can be resumed: {details}"
+        raise config_error(display_path(folder), problem, fill_commands(fix, Run(folder.parent)))
     return None
 
 

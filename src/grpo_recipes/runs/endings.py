@@ -20,6 +20,7 @@ from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.recipe.registry import NO_ANSWER
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies
 from grpo_recipes.runs.checkpoints import list_checkpoint_folders, list_complete_checkpoints
+from grpo_recipes.runs.commands import fill_commands, format_launch_command, show_recipe
 from grpo_recipes.runs.rundir import Run
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -58,7 +59,7 @@ class Message:
 
     pattern: str  # regular expression, found in one line of a log
     means: str
-    fix: str
+    fix: str  # with placeholders, see ``commands.py``
 
 
 MESSAGES = (
@@ -102,17 +103,19 @@ MESSAGES = (
             "run make setup; grpo doctor shows it under versions"),
     # Slurm
     Message(r"DUE TO TIME LIMIT", "the job reached its time limit",
-            "continue with grpo launch --resume, and request more time"),
+            "continue with grpo launch --resume RUN, and request more time"),
 )  # fmt: skip
-# Causes that the launcher and the trainers record, each with its fix.
+# Causes that the launcher and the trainers record, each with its fix. ``commands.py`` has the placeholders.
 _CAUSES = {
-    r"NotFinite": "start a new run with that change, since a resume keeps the learning rate; "
-                  "to start from a checkpoint, set model_name_or_path: RUN/checkpoints/checkpoint-N",
+    r"NotFinite":
+        "start a new run with that change (grpo launch RECIPE), since a resume keeps the learning rate; to start from "
+        "a checkpoint, set model_name_or_path: RUN/checkpoints/checkpoint-N",
     r"probability tensor contains either": "lower learning_rate: the model's probabilities are no longer finite",
     r"died before it was ready":
         "read its last lines above; grpo check --deep RECIPE loads the same model and libraries",
     r"was not ready after": "raise vllm_server_timeout, or read in its log why it waits",
-    r"port \d+ was taken": "launch again to use another port; a port set in the recipe must be free",
+    r"port \d+ was taken":
+        "launch again to use another port (grpo launch RECIPE); a port set in the recipe must be free",
     r"RewardFailed": "fix the reward named there; test it with grpo check-rewards RECIPE",
     r"TooManyWithoutVerdict":
         "fix the reward named there, or raise reward_timeout; test with grpo check-rewards RECIPE",
@@ -165,8 +168,8 @@ def checkpoints(run: Run) -> Finding:
         return ok("none")
     if damaged := list_checkpoint_folders(folder):
         observation = f"{', '.join(path.name for path in damaged)}: none complete, so a resume is rejected"
-        fix = "launch the recipe as a new run, or move checkpoints/ away to start again from step 0"
-        return problem(observation, fix)
+        fix = "start a new run with grpo launch RECIPE, or move checkpoints/ away to start again from step 0"
+        return problem(observation, fill_commands(fix, run))
     fix = f"lower save_steps (now {run.value('save_steps'):g})"
     return warning("none complete, so a resume starts again from step 0", fix)
 
@@ -266,7 +269,7 @@ def known_messages(run: Run) -> Finding:
         return ok("none" if run.texts else "no logs found")
     messages = [message for message in MESSAGES if message in roles]
     observation = "; ".join(f"{message.means} ({roles[message]} log)" for message in messages)
-    return problem(observation, "; ".join(message.fix for message in messages))
+    return problem(observation, fill_commands("; ".join(message.fix for message in messages), run))
 
 
 def _find_messages(text: str) -> list[Message]:
@@ -296,10 +299,11 @@ def reward_fix(run: Run, cause: str) -> str:
         with suppress(ConfigError):  # a damaged recipe.yaml
             if changed_copies(run.value("reward_funcs"), run.folder / REWARD_COPIES):
                 edit = f"test {file}, which has changed since this run's copy"
+    test = f"grpo check-rewards {show_recipe(run)}"
     if not list_complete_checkpoints(run.folder / "checkpoints"):
-        return f"{edit} (grpo check-rewards RECIPE), then launch the recipe as a new run: there is no checkpoint"
+        return f"{edit} ({test}), then start a new run, since there is no checkpoint: {format_launch_command(run)}"
     slow = ", or raise reward_timeout (--reward_timeout N)" if "time limit" in cause else ""
-    return f"{edit} (grpo check-rewards RECIPE){slow}, then {resume}"
+    return f"{edit} ({test}){slow}, then {resume}"
 
 
 def _find_lost_roles(run: Run, cause: str) -> list[str]:
@@ -325,9 +329,9 @@ def advice(run: Run, cause: str) -> str:
     known_causes = itertools.chain(*(causes.items() for causes in parts("advice")), _CAUSES.items())
     fixes += [fix for pattern, fix in known_causes if re.search(pattern, cause)]
     if fixes:
-        return fixes[0]
+        return fill_commands(fixes[0], run)
     with suppress(ConfigError):  # a file is damaged
         checks = (weights_guard, out_of_memory)
         fixes += [finding.fix for check in checks if (finding := check(run)).status == PROBLEM]
         fixes += [message.fix for message in _find_messages("\n".join(run.texts.values()))]
-    return [*fixes, f"read its log, or run grpo doctor --run {shell_path(run.folder)}"][0]
+    return fill_commands([*fixes, "read its log, or run grpo doctor --run RUN"][0], run)

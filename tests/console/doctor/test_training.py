@@ -34,7 +34,7 @@ def test_a_run_without_a_step_says_so(make_run):
 def test_a_reward_that_stays_zero(make_run, row):
     run = make_run(rows=rows_of(row, reward=0.0, completions__clipped_ratio=0.9))
     finding = LEVEL["reward"](run)
-    assert finding.status == "problem" and "grpo check-rewards" in finding.fix
+    assert finding.status == "problem" and "grpo check-rewards recipe.yaml" in finding.fix
     assert LEVEL["reward"](make_run(rows=[row(1, reward=0.0), row(2, reward=0.1)])).status == "ok"
     assert LEVEL["reward"](make_run(rows=rows_of(row, 2, reward=0.0))).status == "problem", "too short for a notice"
 

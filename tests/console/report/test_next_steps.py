@@ -61,7 +61,7 @@ def test_a_card_only_changes_keys_that_its_fix_names(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = page_of(folder).text
     card = text[text.index("Nothing is learned") : text.index("Mean over the completions of a step")]
-    assert "grpo check-rewards RECIPE" in card and "--num_generations" not in card
+    assert f"grpo check-rewards {folder}/recipe.yaml" in card and "--num_generations" not in card
     (card,) = cards_of(folder, "few signals")
     assert card.command.endswith("--num_generations 16")
 

@@ -221,7 +221,8 @@ def test_no_metric_is_hidden(tmp_path: Path) -> None:
         (
             {"status": "failed", "exit_code": 137, "failed_rank": 3, "cause": "killed by signal 9"},
             ["✕ failed", "Failed. Reward", "Exit code 137: killed by signal 9 (rank 3 failed first)",
-             "Log of the trainer: logs/liv_train_math.log", "No complete checkpoint was saved"],
+             "Log of the trainer: logs/liv_train_math.log",
+             "No complete checkpoint was saved: fix the cause, then start a new run: grpo launch "],
         ),
         (
             {"status": "stopped", "exit_code": 75, "cause": "stopped on request"},

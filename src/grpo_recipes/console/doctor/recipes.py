@@ -62,9 +62,8 @@ def gpu_plan(case: Case) -> Finding:
     except ConfigError as error:
         first = error.problems[0]
         if first.where == "devices" and not case.in_job and shutil.which("sinfo"):
-            return warning(
-                f"{first.what}: normal on a login node", "show the plan of a job with: grpo plan RECIPE --gpus 8"
-            )
+            fix = f"show the plan of a job with: grpo plan {shell_path(case.recipe.path)} --gpus 8"
+            return warning(f"{first.what}: normal on a login node", fix)
         raise
     gpus = len(list_used_gpus(plan.server_gpus, plan.placement, plan.server_nodes))
     summary = f"vllm {plan.mode}, training processes: {plan.batch.world_size}" + (f", GPUs: {gpus}" if gpus else "")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from grpo_recipes.console.doctor.examine import apply_all_rules, apply_first_rule
 from grpo_recipes.recipe.registry import SOURCE_REWARD
+from grpo_recipes.runs.commands import fill_commands
 from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding, ok
 from grpo_recipes.runs.health import UNSCORED, ZERO_REWARD, find_notices
 from grpo_recipes.runs.rundir import Run
@@ -46,7 +47,9 @@ def _make_level_check(
         run_notices = {notice.name: notice for notice in find_notices(run.rows, run.value, over=not run.is_running())}
         change = "no value that is a number" if recent is None else f"{values[0]:.3g} -> {recent:.3g}"
         if notice := next((run_notices[name] for name in notices if name in run_notices), None):
-            return Finding(worst if notice.serious else WARNING, f"{change}; {notice.text}", notice.fix)
+            return Finding(
+                worst if notice.serious else WARNING, f"{change}; {notice.text}", fill_commands(notice.fix, run)
+            )
         if not run.rows:
             return _NOTHING
         if key in _UNMEASURED and all(row.get(key) is None for row in run.rows):
@@ -55,7 +58,7 @@ def _make_level_check(
         return apply_first_rule(
             change,
             (key == "reward" and recent is None, PROBLEM, "see the check no verdict"),
-            (key == "reward" and zero, PROBLEM, "check the reward: grpo check-rewards RECIPE"),
+            (key == "reward" and zero, PROBLEM, fill_commands("check the reward: grpo check-rewards RECIPE", run)),
         )
 
     check_level.__name__, check_level.__doc__ = name, description
@@ -164,4 +167,4 @@ def start(run: Run) -> Finding:
         "use max_train_prompts or dataset_streaming, or read each dataset only once"
     )
     value = f"{seconds:.0f} s before {len(run.rows)} steps of {steps:.0f} s"
-    return apply_first_rule(value, (seconds > max(_SLOW_START, steps), WARNING, fix))
+    return apply_first_rule(value, (seconds > max(_SLOW_START, steps), WARNING, fill_commands(fix, run)))

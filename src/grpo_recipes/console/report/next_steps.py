@@ -136,7 +136,7 @@ def _estimate_noise(rewards: Sequence[float]) -> float:
 def _make_notice_card(run: RunRecord, recipe: str, notice: Notice) -> Card:
     """Return the card of a notice, with a command that starts the recipe with other values."""
     advice = _ADVICE.get(notice.name, _Advice(notice.name.capitalize(), ""))
-    text = f"{notice.text[0].upper()}{notice.text[1:]}. To fix it, {notice.fix}."
+    text = f"{notice.text[0].upper()}{notice.text[1:]}. To fix it, {notice.fix.replace('RECIPE', recipe)}."
     # Multiply the run's values of the keys in the fix. Keys without a factor, without a number or with 0 get no flag.
     numbers = {key: run.value(key) for key in advice.factors if key in notice.fix}
     changed = {

@@ -27,6 +27,7 @@ from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.process.reports import plural
 from grpo_recipes.runs.checkpoints import find_newest_complete
+from grpo_recipes.runs.commands import format_launch_command
 from grpo_recipes.runs.endings import reward_fix
 from grpo_recipes.runs.health import AVERAGED_STEPS, Notice, find_notices, finite_number, percent
 from grpo_recipes.runs.rundir import BEST, TRACKED, Run, read_json, write_atomically
@@ -97,6 +98,7 @@ def render_run_page(
         run=run, title=f"{folder.name}: {run.status}", name=folder.name, headline=make_headline(run), kind=kind,
         badges=[*badges, SMOKE_BADGE] if run.summary.get("smoke") else badges,
         reward_fix=reward_fix(Run(folder), str(run.summary.get("cause") or "")),
+        launch_command=format_launch_command(Run(folder)),
         folder=folder, shown_folder=display_path(folder), silent=silent if probably_killed else 0.0,
         stop_requested=run.summary.get("exit_code") == EXIT_STOPPED,
         checkpoint=find_newest_complete(run.folder / "checkpoints"),
