@@ -41,7 +41,7 @@ def test_equal_rows_start_different_episodes_of_a_trl_environment(load) -> None:
 
 def test_rows_without_solutions_train_if_the_environment_gives_the_only_reward(load) -> None:
     keys = {"environment": "a.py:Game", "reward_funcs": ["environment"]}
-    assert load([{"problem": "a"}, {"problem": "b"}], **keys).dataset["answer"] == ["", ""]
+    assert load([{"problem": "a"}, {"problem": "b"}], **keys).dataset.column_names == ["prompt"]
     rows = [{"problem": "a", "answer": "1"}, {"problem": "b", "answer": None}, {"problem": "", "answer": "1"}]
     assert load(rows, **keys).dataset["answer"] == ["1", ""]
     assert load(rows, **keys | {"reward_funcs": ["environment", "math_verify"]}).dataset["answer"] == ["1"]

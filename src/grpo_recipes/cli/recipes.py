@@ -219,7 +219,9 @@ def check_rewards(options: argparse.Namespace) -> int:
             raise ConfigError(*problems)
     if not options.json and results:
         recipe_path = mask_and_escape(display_path(report["recipe"]))
-        print(f"grpo: the rewards of {recipe_path} distinguish correct from incorrect answers on {report['rows']} rows")
+        does = "distinguish correct from incorrect answers on"
+        does = does if any(result.right for result in results) else "can be called on"
+        print(f"grpo: the rewards of {recipe_path} {does} {report['rows']} rows")
     return 0 if report["ok"] else EXIT_CONFIG_ERROR
 
 

@@ -43,7 +43,8 @@ def write_filtered(path: Path, rows: Rows, scored: Rows, limits: tuple[float, fl
                 messages = messages[1:]
             problem = messages[0]["content"] if [message["role"] for message in messages] == ["user"] else messages
             others = {name: value for name, value in row.items() if name not in _TRAINER_COLUMNS}
-            line = {"problem": problem, "answer": row["answer"], **others, PASS_RATE: round(rate, 4)}
+            answer = {"answer": row["answer"]} if "answer" in row else {}
+            line = {"problem": problem, **answer, **others, PASS_RATE: round(rate, 4)}
             lines.append(json.dumps(line, ensure_ascii=False))
     write_atomically(path, "".join(f"{line}\n" for line in lines))
     print(f"{'pass rate':<12}{'prompts':>8}")

@@ -45,7 +45,7 @@ from grpo_recipes.recipe.shapes import (
     root_of,
     value_at,
 )
-from grpo_recipes.recipe.sources import needs_solutions
+from grpo_recipes.recipe.solutions import reads_solutions, requires_solutions
 
 Batch = dict[str, list[Any]]
 
@@ -249,36 +249,38 @@ def make_problems(
 ) -> Problems:
     """Convert rows to problems, ``batch_rows`` at a time when they are read, and add to ``counts``.
 
-    Rows without a prompt or a solution are dropped. If the recipe needs no solutions, a missing one is an empty answer.
-    Raise ConfigError if a column is missing, or if a stream without a schema has no rows. A prompt that is neither text
-    nor chat raises ConfigError when its batch is read.
+    Rows without a prompt are dropped, and rows without a solution if a reward may read it. If no reward needs a
+    solution, its column may be missing, and the problems have no ``answer``. Raise ConfigError if another column is
+    missing, or if a stream without a schema has no rows. A prompt that is neither text nor chat raises ConfigError when
+    its batch is read.
     """
     names = list_columns(rows)
     if not names:
         raise config_error(f"'{source.id}'", "the dataset has no rows", "name a dataset with rows")
-    needed, with_solution = {source.prompt: source.keys[0]}, needs_solutions(lambda key: getattr(args, key, None))
     known = rows.features or Dataset.from_dict(next(rows.iter(BATCH_ROWS))).features
-    is_named = source.solution != DEFAULT_SOLUTION or _get_feature(known, source.solution) is not None
-    solution_columns = [source.solution] * (with_solution or is_named)
-    needed |= dict.fromkeys(solution_columns, source.keys[1])
-    require_columns(source.id, known, needed | dict.fromkeys(source.others or (), source.keys[0]))
     extra_columns = source.others
     if extra_columns is None:
         columns = [name for name in known if name not in (source.prompt, source.solution)]
         left_out = {name: reason for name in columns if (reason := _explain_left_out(name, known[name]))}
         counts.left_out |= left_out
         extra_columns = tuple(name for name in columns if name not in left_out)
+    lookup = partial(_get_key, args)
+    is_named = source.solution != DEFAULT_SOLUTION or _get_feature(known, source.solution) is not None
+    has_solution = is_named or requires_solutions(lookup, list(map(datafiles.last_part, extra_columns)))
+    drops_empty, solution_columns = reads_solutions(lookup), [source.solution] * has_solution
+    needed = {source.prompt: source.keys[0]} | dict.fromkeys(solution_columns, source.keys[1])
+    require_columns(source.id, known, needed | dict.fromkeys(source.others or (), source.keys[0]))
     passed = {datafiles.last_part(name): _simplify_type(_get_feature(known, name)) for name in extra_columns}
     # Unselected columns are not decoded. In datasets with images, decoding them takes most of the time.
     read = [source.prompt, *solution_columns, *extra_columns]
     rows = rows.select_columns(list(dict.fromkeys(root_of(column, names) for column in read)))
 
     def convert_batches() -> Iterator[Batch]:
-        """Yield the problems of each batch of rows, without rows that have no prompt or no solution.
+        """Yield the problems of each batch of rows, without the rows to drop.
 
-        Columns are prompt, answer and the last parts of ``extra_columns``. Add to read, empty, unmarked and
-        own_system of ``counts``. Raise ConfigError if the source can't be read, or if a prompt or a solution is
-        invalid.
+        Columns are prompt, answer if there are solutions, and the last parts of ``extra_columns``. Add to read, empty,
+        unmarked and own_system of ``counts``. Raise ConfigError if the source can't be read, or if a prompt or a
+        solution is invalid.
         """
         unread, marker, system = rows.iter(batch_rows), args.dataset_solution_marker, args.system_prompt
         while True:
@@ -288,20 +290,27 @@ def make_problems(
                 return
             values = {column: _get_values(batch, column) for column in read}
             prompts = [chat_of(value, source, system) for value in values[source.prompt]]
-            solutions = values.get(source.solution, [None] * len(prompts))
-            solutions = _round_to_written(solutions, _get_feature(known, source.solution))
+            solutions = _round_to_written(values.get(source.solution, []), _get_feature(known, source.solution))
             answers = [answer_of(value, marker, source) for value in solutions]
-            usable = [i for i, prompt in enumerate(prompts) if prompt and (answers[i][0] or not with_solution)]
+            drops = has_solution and drops_empty
+            usable = [i for i, prompt in enumerate(prompts) if prompt and not (drops and not answers[i][0])]
             counts.read += len(prompts)
             counts.empty += len(prompts) - len(usable)
             counts.unmarked += sum(unmarked for _, unmarked in answers)
             if system:
                 counts.own_system += sum(prompt[0]["content"] != system for prompt in prompts if prompt)
-            columns: Batch = {"prompt": prompts, "answer": [answer for answer, _ in answers]}
+            columns: Batch = {"prompt": prompts}
+            columns |= {"answer": [answer for answer, _ in answers]} if has_solution else {}
             columns |= {datafiles.last_part(name): values[name] for name in extra_columns}
             yield select_rows(columns, usable)
 
-    return Problems(Features({"prompt": MESSAGES, "answer": Value("string"), **passed}), convert_batches())
+    answer_type = {"answer": Value("string")} if has_solution else {}
+    return Problems(Features({"prompt": MESSAGES, **answer_type, **passed}), convert_batches())
+
+
+def _get_key(args: Any, key: str) -> Any:
+    """Return the value of a recipe key, an attribute of ``args``; None if it is not there."""
+    return getattr(args, key, None)
 
 
 def _get_values(batch: Batch, column: str) -> list[Any]:
@@ -369,7 +378,8 @@ def drop_duplicates(source: Problems, counts: Counts) -> Problems:
         """Yield each batch without the rows that have occurred before."""
         for batch in source.batches:
             new_rows = []
-            for index, (prompt, answer) in enumerate(zip(batch["prompt"], batch["answer"], strict=True)):
+            texts = batch.get("answer") or [""] * len(batch["prompt"])
+            for index, (prompt, answer) in enumerate(zip(batch["prompt"], texts, strict=True)):
                 answers, digest = answers_by_prompt.setdefault(hash_prompt(prompt), set()), _hash_text(answer)
                 if digest in answers:
                     counts.duplicates += 1

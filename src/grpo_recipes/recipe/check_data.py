@@ -38,7 +38,8 @@ from grpo_recipes.recipe.shapes import (
     usable_columns,
     value_at,
 )
-from grpo_recipes.recipe.sources import needs_solutions, source_of, starts_from_rows
+from grpo_recipes.recipe.solutions import reads_solutions, requires_solutions
+from grpo_recipes.recipe.sources import source_of, starts_from_rows
 from grpo_recipes.recipe.user_code import missing_argument_problems
 
 HUB_NAME = re.compile(r"(?!\.)[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)  # "./name" is a path
@@ -247,7 +248,9 @@ def _no_file(where: str, name: str, path: Path) -> Iterator[Problem]:
 
 def _columns_and_rows(source: DataSource, head: Head, place: _Place, recipe: Recipe) -> Iterator[Problem]:
     """Yield problems for missing columns in the head of a dataset, and for first rows of the wrong kind."""
-    with_solution = needs_solutions(recipe.__getitem__) or source.solution != DEFAULT_SOLUTION
+    columns_read = (source.prompt, source.solution)
+    passed = [name for name, reason in (_columns(source) or {}).items() if not (reason or name in columns_read)]
+    with_solution = source.solution != DEFAULT_SOLUTION or requires_solutions(recipe.__getitem__, passed)
     broken, columns = False, [source.prompt, *[source.solution] * with_solution]
     for column, key in zip(columns, source.keys, strict=False):
         problem = _no_column(source, head, column, for_solution=column != source.prompt)
@@ -296,7 +299,7 @@ def _wrong_rows(source: DataSource, head: Head, place: _Place, recipe: Recipe) -
             (problem,) = error.problems
             yield replace(problem, where=place(key))
             continue
-        if filled and not any(filled) and (content == "prompt" or needs_solutions(recipe.__getitem__)):
+        if filled and not any(filled) and (content == "prompt" or reads_solutions(recipe.__getitem__)):
             usable = usable_columns(head.rows, source, content == "solution")
             candidates = [name for name in usable if name not in (source.prompt, source.solution)]
             fix = f"write one of {', '.join(candidates)}" if candidates else f"add a {content} to each row"

@@ -162,6 +162,9 @@ class Reward:
     judges: tuple[str, ...] = ()  # generated datasets that it can judge; empty: all datasets
     in_children: bool = False  # runs in child processes, which can be killed, because a completion may take forever
     calls_server: bool = False  # async, and needs the keys reward_concurrency and reward_environment
+    # Whether it reads the rows' solutions in a recipe, given a lookup of its keys. By default as ``reads_answer``.
+    needs_solution: Callable[[Callable[[str], Any]], bool] | None = None
+    instead_of_solution: tuple[str, ...] = ()  # columns that it reads instead of the solution, if the rows have them
     # For `grpo check-rewards`.
     writings: tuple[str, ...] = ()  # formats of an answer that it reads; empty: <answer>%s</answer>, also with a box
     tagged: bool = False  # it reads only answers inside <answer>...</answer>
@@ -171,6 +174,10 @@ class Reward:
     def reads_answer(self) -> bool:
         """Whether its score depends on the answer in a completion."""
         return self.accuracy or self.one_answer
+
+    def reads_solution(self, lookup: Callable[[str], Any]) -> bool:
+        """Return whether it reads the rows' solutions; ``lookup`` returns the value of a recipe key."""
+        return self.reads_answer if self.needs_solution is None else self.needs_solution(lookup)
 
 
 _FUNCTIONS = "grpo_recipes.rewards.functions"

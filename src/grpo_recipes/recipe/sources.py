@@ -11,7 +11,6 @@ from typing import Any
 from grpo_recipes.errors import Problem
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.extensions import Extension, extensions, load, parts
-from grpo_recipes.recipe.registry import SOURCE_REWARD
 
 Lookup = Callable[[str], Any]  # returns the value of a recipe key
 
@@ -93,11 +92,6 @@ def starts_from_rows(lookup: Lookup) -> bool:
     """Return whether each row of a recipe's dataset starts an episode that may give its reward."""
     source = sampler_of(lookup)
     return source is not None and source.starts_from_rows(lookup)
-
-
-def needs_solutions(lookup: Lookup) -> bool:
-    """Return whether the rows of a recipe need a solution: not if their episodes give the only reward."""
-    return not starts_from_rows(lookup) or list(lookup("reward_funcs")) != [SOURCE_REWARD]
 
 
 def rollout_class(lookup: Lookup) -> Any:

@@ -15,7 +15,7 @@ import os
 import shutil
 import symtable
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -286,6 +286,16 @@ def find_copy(spec: str, run: Path) -> Path | None:
     """
     copy, is_file = copy_path(spec, run / REWARD_COPIES), split_spec(spec)[0].endswith(".py")
     return copy if is_file and (run / "run.json").is_file() and copy.is_file() else None
+
+
+def find_run_copy(spec: str, lookup: Callable[[str], Any]) -> Path | None:
+    """Return the copy of the file in ``spec`` that a recipe's run uses; None without a copy, as in ``find_copy``.
+
+    The run is the folder of the recipe if ``lookup`` is its ``Recipe.__getitem__``, else the run of this process.
+    """
+    owner = getattr(lookup, "__self__", None)
+    run = owner.path.parent if isinstance(owner, Recipe) else os.environ.get("GRPO_RUN_DIR")
+    return find_copy(spec, Path(run)) if run else None
 
 
 def copy_source(spec: str, folder: Path) -> Path:

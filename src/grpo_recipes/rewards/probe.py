@@ -187,7 +187,7 @@ def find_problems(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Pro
         problems += filter(None, (_find_unpaid_problem(recipe, finding) for finding in findings))
     if (
         not problems
-        and findings
+        and any(finding.right for finding in findings)
         and not list_reward_models(recipe.rewards.funcs)
         and not any(finding.distinguishes for finding in findings)
     ):
@@ -209,7 +209,7 @@ def find_problems(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Pro
             problems.append(Problem(where, fault, fix))
     # A solution that includes its reasoning equals itself, but no completion ever equals it.
     compared = any(entry.reads_answer for entry in entries)
-    answers = [row["answer"] for row in rows if _list_answers(row) is None]
+    answers = [row.get("answer", "") for row in rows if _list_answers(row) is None]
     long = [answer for answer in answers if "\n" in answer or len(answer) > _LONG]
     if compared and len(long) * 2 > len(rows):
         example = " ".join(long[0].split())[:60]
@@ -420,11 +420,12 @@ def _prepare_completions(
 
     The first ``rows_in_all`` rows get completions in all ``formats``, later rows in one format each.
     """
-    answers, prepared = [row["answer"] for row in rows], []
+    answers, prepared = [row.get("answer", "") for row in rows], []
     for index, (row, answer) in enumerate(zip(rows, answers, strict=True)):
         prompt = str(row["prompt"][-1]["content"]) if row.get("prompt") else ""
         listed = _list_answers(row)
-        right, wrong = listed or ([answer], make_wrong_answers(answer, answers[index + 1 :] + answers[:index]))
+        right = [answer] if answer else []
+        right, wrong = listed or (right, make_wrong_answers(answer, answers[index + 1 :] + answers[:index]))
         for writing in formats if index < rows_in_all else [formats[index % len(formats)]]:
             prepared += [
                 (row, ProbeCompletion(prompt, answer, writing, writing % text, True)) for text in right[:_MOST_RIGHT]

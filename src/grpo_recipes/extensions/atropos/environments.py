@@ -398,7 +398,7 @@ def load_problems(config: DatasetEnvConfig, fetched: Fetched | None = None) -> A
     if not config.dataset_name:
         fix = "add dataset_name to atropos_environment_args"
         raise config_error("dataset_name", "the environment 'dataset' needs a dataset", fix)
-    args, counts = _make_config(config.model_dump()), data.Counts()
+    args, counts = _make_config({**config.model_dump(), "reward_funcs": [config.reward]}), data.Counts()
     source = data.get_train_source(args)
     rows = data.load_rows(source, args, fetched)
     problems = data.collect_rows(data.drop_duplicates(data.make_problems(rows, source, args, counts), counts))

@@ -54,8 +54,8 @@ class Case(NamedTuple):
 
 
 def code_tests(
-    completions: list[Any], answer: list[Any], *, code_sandbox: str, code_server_url: str | None, code_score: str,
-    reward_timeout: float, reward_memory_gib: float, **columns: list[Any],
+    completions: list[Any], answer: list[Any] | None = None, *, code_sandbox: str, code_server_url: str | None,
+    code_score: str, reward_timeout: float, reward_memory_gib: float, **columns: list[Any],
 ) -> list[float | None]:  # fmt: skip
     """Return the fraction of tests that the last fenced code block of a completion passes; 0.0 without a block.
 
@@ -68,8 +68,9 @@ def code_tests(
     if code_sandbox in SERVICES:
         run = partial(SERVICES[code_sandbox], str(code_server_url), limit_overhead(reward_timeout))
     infos = columns.get("verification_info", [None] * len(completions))
+    solutions = answer or [None] * len(completions)
     rewards: list[float | None] = []
-    for completion, info, solution in zip(completions, infos, answer, strict=True):
+    for completion, info, solution in zip(completions, infos, solutions, strict=True):
         cases, blocks = read_cases(info, solution), _BLOCK.findall(extract_final_text(completion))
         if not blocks:
             rewards.append(0.0)
@@ -162,7 +163,7 @@ def list_programs(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
     Return None if the row has no tests for Python.
     """
     try:
-        cases = read_cases(row.get("verification_info"), row["answer"])
+        cases = read_cases(row.get("verification_info"), row.get("answer"))
     except ValueError:
         return None
     name, answers = cases[0].name, {case.input.strip(): case.output for case in cases}

@@ -14,7 +14,8 @@ _REWARD = "grpo_recipes.extensions.code.reward"
 REWARDS = (
     Reward(NAME, f"{_REWARD}:code_tests", (
         "code_sandbox", "code_server_url", "code_score", "reward_timeout", "reward_memory_gib"),
-        accuracy=True, in_children=True, writings=("```python\n%s\n```",), answers=f"{_REWARD}:list_programs"),
+        accuracy=True, in_children=True, writings=("```python\n%s\n```",), answers=f"{_REWARD}:list_programs",
+        instead_of_solution=("verification_info",)),
 )  # fmt: skip
 
 

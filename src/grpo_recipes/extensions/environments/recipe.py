@@ -4,14 +4,11 @@ list_episode_environments(recipe.__getitem__)  # [("textarena:Nim-v0", {}, 1.0)]
 """
 
 import itertools
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from grpo_recipes.extensions.environments.libraries import LIBRARIES
-from grpo_recipes.recipe import Recipe
-from grpo_recipes.recipe.user_code import class_methods, find_copy
+from grpo_recipes.recipe.user_code import class_methods, find_run_copy
 from grpo_recipes.rollouts.turns import SCRIPTED
 
 
@@ -37,9 +34,7 @@ def uses_trl_environment(recipe: Callable[[str], Any]) -> bool:
     spec = recipe("environment")
     if not spec or spec.partition(":")[0] in LIBRARIES or not (recipe("dataset_name") or recipe("dataset_mixture")):
         return False
-    owner = getattr(recipe, "__self__", None)
-    run = owner.path.parent if isinstance(owner, Recipe) else os.environ.get("GRPO_RUN_DIR")
-    return "step" not in (class_methods(spec, find_copy(spec, Path(run)) if run else None) or {})
+    return "step" not in (class_methods(spec, find_run_copy(spec, recipe)) or {})
 
 
 def split_episodes(recipe: Callable[[str], Any], count: int) -> list[int]:

@@ -28,7 +28,8 @@ _MAX_STATE = 100_000  # bytes of the attributes that rewards get
 def make_setup(recipe: Callable[[str], Any], copies: Path, row: Mapping[str, Any]) -> str:
     """Return the setup of an episode from a dataset row, as JSON for ``TRLEnvironment``; ``recipe`` looks up a key."""
     columns = recipe("dataset_solution_column"), recipe("eval_dataset_solution_column")
-    solutions = dict.fromkeys(solution_names(columns, recipe("dataset_mixture")), row.get("answer"))
+    names = solution_names(columns, recipe("dataset_mixture")) if "answer" in row else []
+    solutions = dict.fromkeys(names, row.get("answer"))
     setup = {"copies": str(copies), "arguments": recipe("environment_args") or {}, "row": {**solutions, **row}}
     return json.dumps(setup, default=str)
 

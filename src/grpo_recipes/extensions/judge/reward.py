@@ -59,16 +59,17 @@ class Settings(TypedDict):
 
 
 async def llm_judge(
-    completions: list[Any], prompts: list[Any], answer: list[str], **settings: Unpack[Settings]
+    completions: list[Any], prompts: list[Any], answer: list[str] | None = None, **settings: Unpack[Settings]
 ) -> list[float]:
     """Return the judge's grade of a single completion, from 0 to 1.
 
-    ``completions`` and ``prompts`` contain a single chat or text, ``answer`` a single reference answer. With
-    ``judge_mode: pairwise``, the grade is the fraction of comparisons with the reference answer that the completion
-    wins, in both orders, where "equal" counts 0.5. Raise ValueError if a reply contains no grade, and the client's
-    error if the server gives no reply.
+    ``completions`` and ``prompts`` contain a single chat or text, ``answer`` a single reference answer. It is None if
+    the judge does not read it. With ``judge_mode: pairwise``, the grade is the fraction of comparisons with the
+    reference answer that the completion wins, in both orders, where "equal" counts 0.5. Raise ValueError if a reply
+    contains no grade, and the client's error if the server gives no reply.
     """
-    question, completion, reference = _last_text(prompts[0]), _last_text(completions[0]), str(answer[0])
+    question, completion = _last_text(prompts[0]), _last_text(completions[0])
+    reference = str(answer[0]) if answer else ""
     if settings["judge_mode"] == "absolute":
         low, high = settings["judge_scale"]
         texts = {"prompt": question, "completion": completion, "answer": reference}

@@ -1,6 +1,8 @@
 """The reward that this extension registers, and the rules of its keys. No torch."""
 
 import re
+from collections.abc import Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_recipes.extensions.judge.arguments import JudgeKeys
@@ -12,11 +14,19 @@ NAME = "llm_judge"
 # The parts of judge_prompt that are replaced: judge_mode -> (required, optional).
 PLACEHOLDERS = {"absolute": (("completion",), ("prompt", "answer")), "pairwise": (("first", "second"), ("prompt",))}
 
+
+def _reads_answer(lookup: Callable[[str], Any]) -> bool:
+    """Return whether the judge of a recipe reads the reference answer: its own prompt may leave it out."""
+    prompt = lookup("judge_prompt")
+    return lookup("judge_mode") == "pairwise" or prompt is None or "{answer}" in prompt
+
+
 REWARDS = (
     Reward(NAME, "grpo_recipes.extensions.judge.reward:llm_judge", (
         "judge_base_url", "judge_model", "judge_api_key_variable", "judge_mode", "judge_prompt", "judge_scale",
         "judge_max_tokens", "judge_temperature", "judge_retries", "judge_cache", "reward_timeout"),
-        in_children=True, calls_server=True),
+        in_children=True, calls_server=True,
+        needs_solution=_reads_answer),
 )  # fmt: skip
 
 
