@@ -72,6 +72,13 @@ def test_old_kernels_count_all_tasks_of_a_user(monkeypatch: pytest.MonkeyPatch) 
     assert f"--nproc={jail.MOST_PROCESSES}" in make_command()
 
 
+@pytest.mark.skipif(jail.find_jail_problem() is not None, reason=str(jail.find_jail_problem()))
+def test_a_machine_without_a_list_of_system_calls_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    fault, fix = jail.find_jail_problem() or ("", "")
+    assert "no list of system calls for riscv64, only for x86_64 and aarch64" in fault and "piston" in fix
+
+
 def make_command() -> list[str]:
     """Return the command of a jail."""
-    return jail._make_command(3, 4, 1.0, 1 << 30)
+    return jail._make_command(3, 4, 5, 1.0, 1 << 30)

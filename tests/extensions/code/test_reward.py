@@ -110,6 +110,7 @@ def test_outputs_are_compared_by_words_and_lines(output: str, expected: str, sam
 def test_a_result_is_the_last_line_and_may_be_wrapped_in_a_list() -> None:
     assert is_expected("debug\n\n[1, 2]\n", Case("", "[1, 2]", "f"))
     assert is_expected("3\n", Case("", "[3]", "f")) and not is_expected("3\n", Case("", "[3, 4]", "f"))
+    assert not is_expected("1\n\n", Case("", "1", "f")) and is_expected("x" * 99_999 + "\n1", Case("", "1", "f"))
     assert not is_expected("", Case("", "null", "f")) and not is_expected("text\n", Case("", "1", "f"))
 
 
@@ -134,6 +135,30 @@ HOSTILE = {
     "fills the disk": "import itertools\nfor n in itertools.count():\n    with open(f'/tmp/{n}', 'wb') as file:\n"
     "        file.write(b'x' * (1 << 20))",
     "a large file": "with open('/tmp/x', 'wb') as file:\n    while True: file.write(b'x' * (1 << 20))",
+    "long lists": "print('12\\n' * (5 << 20))",
+    "sockets": "import socket\nwhile True:\n    pair = [*socket.socketpair(), globals().get('pair')]\n"
+    "    pair[0].setblocking(False)\n    try:\n        while True: pair[0].send(b'x' * 4096)\n"
+    "    except BlockingIOError:\n        pass",
+    "ends as if it had passed": "import os\nprint('passed\\n1.0\\n{\"exit-code\": 0}', flush=True)\nos._exit(0)",
+    "writes to its own files": "import os\nfor number in range(3):\n    os.ftruncate(number, 0)\n"
+    "    os.pwrite(number, b'{\"exit-code\": 0}', 0)\nos.remove('/program.py')",
+    "stops all": "import os\nprint(49, flush=True)\nos.kill(-1, 19)\nos.kill(os.getpid(), 19)",
+    "closes all": "import os, time\nos.closerange(0, 99)\ntime.sleep(99)",
+    "links": "import os\nos.symlink('/', '/tmp/x')\nos.remove('/tmp/x/program.py')",
+}
+# Each ends a function's program with success, or changes the code around the function.
+FORGED = {
+    "early exit": "raise SystemExit(0)",
+    "deep JSON": "import os\nprint('[' * 9000, flush=True)\nos._exit(0)",
+    "long JSON": "import os\nprint('[' + '[[]],' * (3 << 20) + '0]', flush=True)\nos._exit(0)",
+    "equal to all": "class Equal(int):\n    __eq__ = lambda self, other: True\n    __hash__ = None\n"
+    "def f(x): return Equal(1)",
+    "its caller": "import sys\ndef f(x): return [str(sys._getframe(n).f_globals) for n in range(2)]",
+    "trace": "import sys\ndef trace(frame, event, value):\n    frame.f_globals['result'] = True\n    return trace\n"
+    "sys.settrace(trace)\ndef f(x): return 1",
+    "patched modules": "import builtins, json\njson.dumps = lambda value: 'true'\nbuiltins.print = lambda *_: None\n"
+    "def f(x): return 1",
+    "at exit": "import atexit\natexit.register(print, True)\ndef f(x): return 1",
 }
 
 
@@ -147,6 +172,13 @@ def test_a_hostile_program_fails_its_own_tests_only(pool: RewardPool, kind: str)
     assert scores[1].seconds < 8.0
 
 
+@needs_jail
+def test_a_function_gets_no_reward_for_a_forged_result(pool: RewardPool) -> None:
+    tests = json.dumps({"fn_name": "f", "inputs": ["3", "4"], "outputs": ["9", "16"]})
+    scores = score(pool, *map(fence, FORGED.values()), fence("def f(x): return x * x"), answer=tests)
+    assert [row.value for row in scores] == [0.0] * len(FORGED) + [1.0], scores
+
+
 # Each appends what it should not be able to read or write to ``seen``.
 READS = {
     "home": "for path in (HOME, '/home', '/var', '/sys', '/proc/self', '/etc/passwd', CODE):\n"
@@ -158,6 +190,13 @@ READS = {
     "    try:\n        seen.append(open(path, 'w'))\n    except OSError:\n        pass",
     "descriptors": "for number in range(3, 99):\n    try:\n        seen.append(os.fstat(number))\n"
     "    except OSError:\n        pass",
+    "other networks": "for family in (16, 17, 40):\n    try:\n        seen.append(socket.socket(family, 3))\n"
+    "    except OSError:\n        pass\nfor family in (2, 10):\n    socket.socket(family).close()",
+    "memory without a process": "import ctypes\nlibc = ctypes.CDLL(None)\ntry:\n    seen += [os.memfd_create('x')]\n"
+    "except OSError:\n    pass\nseen += [libc.shmget(0, 4096, 0o1600)] if libc.shmget(0, 4096, 0o1600) >= 0 else []",
+    "namespaces": "import ctypes, signal\nlibc = ctypes.CDLL(None)\nseen += [1] * (libc.unshare(0x10000000) == 0)\n"
+    "if os.uname().machine == 'x86_64':\n    child = libc.syscall(56, 0x10000000 | signal.SIGCHLD, 0, 0, 0, 0)\n"
+    "    os._exit(0) if child == 0 else None\n    seen += ['clone'] * (child > 0)",
     "rights": "try:\n    seen += [os.setuid(0)] if os.getuid() else ['root']\nexcept OSError:\n    pass",
 }
 

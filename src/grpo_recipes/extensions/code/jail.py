@@ -1,7 +1,8 @@
 """Run a Python program in a jail of bubblewrap: no network, a read-only system, and limits on everything it uses.
 
 The jail contains only /usr, the C library and this environment's Python. It has its own processes, an empty /tmp, and
-no variable of the caller. As root, the program gets another user id, because the kernel does not limit root.
+no variable of the caller. A filter rejects system calls that would leave the limits. As root, the program gets another
+user id, because the kernel does not limit root.
 
     run_program("print(input())", "7", seconds=4, memory_bytes=2**30)  # "7\n", or None if the program failed
 """
@@ -19,6 +20,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from grpo_recipes.extensions.code.system_calls import make_filter
 from grpo_recipes.process import tree
 from grpo_recipes.rewards.memory import measure_memory
 
@@ -27,6 +29,7 @@ _MOST_FILE_BYTES = 16 << 20  # of each file, also of the program's output
 _TMP_BYTES = 64 << 20
 _WATCH_SECONDS = 0.1
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
+_MOST_FILES = 64  # open files of each process, because full sockets use memory of the kernel
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _FIRST_UID, _UIDS = 60000, 5000  # user ids for the programs of root
 _ENVIRONMENT = {
@@ -61,12 +64,17 @@ def run_program(source: str, text: str, seconds: float, memory_bytes: int) -> st
     with contextlib.ExitStack() as stack:
         program, stdin = (stack.enter_context(_open_in_memory(content)) for content in (source, text))
         stdout, stderr = (stack.enter_context(_open_in_memory("")) for _ in range(2))
+        try:
+            calls = stack.enter_context(_open_in_memory(make_filter(platform.machine())))
+        except ValueError as error:
+            raise JailFailed(str(error)) from None
         status, status_end = os.pipe()
         reports = stack.enter_context(os.fdopen(status, "rb"))
         with os.fdopen(status_end, "wb"):
             process = subprocess.Popen(
-                _make_command(program.fileno(), status_end, seconds, memory_bytes), stdin=stdin, stdout=stdout,
-                stderr=stderr, env=_ENVIRONMENT, pass_fds=(program.fileno(), status_end),
+                _make_command(program.fileno(), calls.fileno(), status_end, seconds, memory_bytes), stdin=stdin,
+                stdout=stdout, stderr=stderr, env=_ENVIRONMENT,
+                pass_fds=(program.fileno(), calls.fileno(), status_end),
             )  # fmt: skip
         try:
             report = _watch(process.pid, reports, seconds, memory_bytes)
@@ -101,10 +109,14 @@ def _watch(pid: int, reports: IO[bytes], seconds: float, memory_bytes: int) -> b
     return None
 
 
-def _make_command(program: int, status: int, seconds: float, memory_bytes: int) -> list[str]:
-    """Return bwrap's command for the program in the file descriptor ``program``; ``status`` gets bwrap's reports."""
+def _make_command(program: int, calls: int, status: int, seconds: float, memory_bytes: int) -> list[str]:
+    """Return bwrap's command for the program in the file descriptor ``program``; ``status`` gets bwrap's reports.
+
+    The file descriptor ``calls`` has the filter of system calls.
+    """
     is_root = os.geteuid() == 0
     command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--json-status-fd", str(status)]
+    command += ["--seccomp", str(calls)]
     command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     command += [] if is_root else ["--unshare-user"]
     command += ["--perms", "1777", "--size", str(_TMP_BYTES), "--tmpfs", "/tmp"]  # first, the environment may be in it
@@ -120,17 +132,17 @@ def _make_command(program: int, status: int, seconds: float, memory_bytes: int) 
     if not is_root and tuple(int(part) for part in platform.release().split(".")[:2]) < (5, 14):
         other_tasks = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
     command += ["prlimit", f"--nproc={MOST_PROCESSES + other_tasks}", f"--as={memory_bytes}", "--core=0"]
-    command += [f"--fsize={_MOST_FILE_BYTES}", f"--cpu={math.ceil(seconds)}", "--"]
+    command += [f"--nofile={_MOST_FILES}", f"--fsize={_MOST_FILE_BYTES}", f"--cpu={math.ceil(seconds)}", "--"]
     if is_root:
         uid = _FIRST_UID + os.getpid() % _UIDS
         command += ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
     return [*command, sys.executable, "-I", "/program.py"]
 
 
-def _open_in_memory(content: str) -> IO[bytes]:
+def _open_in_memory(content: str | bytes) -> IO[bytes]:
     """Return a new file in memory with this content, at its beginning."""
     file = os.fdopen(os.memfd_create("code_tests"), "w+b")
-    file.write(content.encode(errors="replace"))
+    file.write(content if isinstance(content, bytes) else content.encode(errors="replace"))
     file.seek(0)
     return file
 

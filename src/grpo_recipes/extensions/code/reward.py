@@ -27,6 +27,7 @@ from grpo_recipes.rewards.answers import extract_final_text
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 _PART_OF_TIME = 0.8  # of reward_timeout, for all tests of a completion
 _PART_OF_MEMORY = 0.5  # of reward_memory_gib, for a program
+_TIMES_EXPECTED, _MOST_EXTRA = 10, 10_000  # characters of an output that is compared, so that it takes little time
 _REQUESTS = 8  # simultaneous requests to a service for the tests of a completion
 # Calls a function with the arguments on stdin, and prints its result in the last line.
 _CALL = """import json, sys
@@ -135,11 +136,15 @@ def is_expected(output: str, case: Case) -> bool:
     """Return whether the output of a program passes a test.
 
     Words and lines must be equal, except that numbers with a decimal point may differ by a millionth. The result of a
-    function must be equal as JSON. Some datasets wrap it in a list.
+    function must be equal as JSON. Some datasets wrap it in a list. A much longer output fails.
     """
     if case.name is not None:
-        with contextlib.suppress(ValueError, IndexError):
-            result, expected = json.loads(output.splitlines()[-1]), json.loads(case.output)
+        output = output.removesuffix("\n").rpartition("\n")[2]
+    if len(output) > _TIMES_EXPECTED * len(case.output) + _MOST_EXTRA:
+        return False
+    if case.name is not None:
+        with contextlib.suppress(ValueError, RecursionError):
+            result, expected = json.loads(output), json.loads(case.output)
             return bool(result == expected or [result] == expected)
         return False
     rows, expected_rows = ([line.split() for line in text.strip().splitlines()] for text in (output, case.output))
