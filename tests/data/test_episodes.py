@@ -43,5 +43,5 @@ def test_rows_without_solutions_train_if_the_environment_gives_the_only_reward(l
     keys = {"environment": "a.py:Game", "reward_funcs": ["environment"]}
     assert load([{"problem": "a"}, {"problem": "b"}], **keys).dataset.column_names == ["prompt"]
     rows = [{"problem": "a", "answer": "1"}, {"problem": "b", "answer": None}, {"problem": "", "answer": "1"}]
-    assert load(rows, **keys).dataset["answer"] == ["1", ""]
-    assert load(rows, **keys | {"reward_funcs": ["environment", "math_verify"]}).dataset["answer"] == ["1"]
+    assert load(rows, **keys).dataset["answer"] == ["1", "", "1"]  # reset may return the prompt
+    assert load(rows, **keys | {"reward_funcs": ["environment", "math_verify"]}).dataset["answer"] == ["1"] * 2

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from grpo_recipes import smoke
 from grpo_recipes.errors import ConfigError
@@ -58,7 +59,8 @@ def make(tmp_path: Path, model: str, schemas: dict[str, Any], monkeypatch: pytes
         tokenizer.chat_template = TEMPLATE
         trainer = GRPOTrainer(
             model=model, reward_funcs=[EpisodeReward(), RewardWrapper(totals, "t.py:totals", "totals")], args=args,
-            train_dataset=as_dataset(rows), processing_class=tokenizer, run_dir=tmp_path, source=source,
+            train_dataset=rows if isinstance(rows, Dataset) else as_dataset(rows), processing_class=tokenizer,
+            run_dir=tmp_path, source=source,
             reward_max_no_verdict=1.0,
         )  # fmt: skip
         follow_script(trainer, script)

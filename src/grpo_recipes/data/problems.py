@@ -46,6 +46,7 @@ from grpo_recipes.recipe.shapes import (
     value_at,
 )
 from grpo_recipes.recipe.solutions import reads_solutions, requires_solutions
+from grpo_recipes.recipe.sources import starts_from_rows
 
 Batch = dict[str, list[Any]]
 
@@ -265,6 +266,7 @@ def make_problems(
         counts.left_out |= left_out
         extra_columns = tuple(name for name in columns if name not in left_out)
     lookup = partial(_get_key, args)
+    completed = starts_from_rows(lookup)  # an episode adds to its prompt, which may be empty
     is_named = source.solution != DEFAULT_SOLUTION or _get_feature(known, source.solution) is not None
     has_solution = is_named or requires_solutions(lookup, list(map(datafiles.last_part, extra_columns)))
     drops_empty, solution_columns = reads_solutions(lookup), [source.solution] * has_solution
@@ -289,7 +291,7 @@ def make_problems(
             if batch is None:
                 return
             values = {column: _get_values(batch, column) for column in read}
-            prompts = [chat_of(value, source, system) for value in values[source.prompt]]
+            prompts = [chat_of(value, source, system, completed) for value in values[source.prompt]]
             solutions = _round_to_written(values.get(source.solution, []), _get_feature(known, source.solution))
             answers = [answer_of(value, marker, source) for value in solutions]
             drops = has_solution and drops_empty

@@ -243,7 +243,8 @@ def load_eval_prompts(
         candidates = Problems(rows.features, shuffled.iter(BATCH_ROWS))
         if source is not None:
             candidates = make_problems(shuffled, source, args, counts, min(BATCH_ROWS, limit))
-            candidates = drop_duplicates(candidates, counts)
+            if not starts_from_rows(partial(getattr, args)):
+                candidates = drop_duplicates(candidates, counts)
         dataset = _drop_too_long(candidates, renderer, args, counts, limit)
         if len(dataset) == 0:
             problem = "; ".join(["no evaluation prompt is left", *counts.lines()])

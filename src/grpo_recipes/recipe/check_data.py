@@ -286,9 +286,9 @@ def _no_column(source: DataSource, head: Head, column: str, for_solution: bool |
 
 def _wrong_rows(source: DataSource, head: Head, place: _Place, recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem if a prompt or solution in the first rows is of the wrong kind, or is missing in all of them."""
-    marker = recipe.data.solution_marker
+    marker, completed = recipe.data.solution_marker, starts_from_rows(recipe.__getitem__)
     readers: tuple[tuple[str, Callable[[Any], Any]], ...] = (
-        (source.prompt, lambda value: chat_of(value, source, None)),
+        (source.prompt, lambda value: chat_of(value, source, None, completed)),
         (source.solution, lambda value: answer_of(value, marker, source)[0]),
     )
     for (column, read), key, content in zip(readers, source.keys, ("prompt", "solution"), strict=True):

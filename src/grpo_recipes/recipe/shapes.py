@@ -67,11 +67,12 @@ def value_at(row: Mapping[str, Any], column: str) -> Any:
     return value
 
 
-def chat_of(value: Any, source: DataSource, system: str | None) -> list[Message]:
+def chat_of(value: Any, source: DataSource, system: str | None, completed: bool = False) -> list[Message]:
     """Return a prompt, a text or messages ``{role, content}``, as a chat.
 
     ``system`` comes before a chat without a system message. Return [] for an empty prompt, or if the last message is
-    empty. A ConfigError rejects anything else, and a chat that ends with the assistant's turn.
+    empty. With ``completed``, an empty prompt is a chat whose last message is empty. A ConfigError rejects anything
+    else, and a chat that ends with the assistant's turn.
     """
     if not isinstance(value, list):
         text = _text(value, source, for_solution=False)
@@ -86,7 +87,7 @@ def chat_of(value: Any, source: DataSource, system: str | None) -> list[Message]
         if len(messages) == 2 and users == [0]:
             fix = source.naming(f"{source.prompt}.0.content")
         raise config_error(source.keys[0], f"{_chat(source)} ends with an assistant's turn", fix)
-    if not messages or not messages[-1]["content"].strip():
+    if not messages or not (completed or messages[-1]["content"].strip()):
         return []
     has_system = messages[0]["role"] in ("system", "developer")
     return messages if has_system or not system else [{"role": "system", "content": system}, *messages]

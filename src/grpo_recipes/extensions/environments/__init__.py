@@ -10,6 +10,7 @@ EXTENSION = Extension(
     checks="grpo_recipes.extensions.environments.rules:CHECKS",
     idle="grpo_recipes.extensions.environments.rules:IDLE",
     prompt_source="grpo_recipes.extensions.environments.rules:SOURCE",
+    datasets="grpo_recipes.extensions.environments.datasets:DATASETS",
     roles="grpo_recipes.extensions.environments.roles:ROLES",
     metrics="grpo_recipes.extensions.environments.metrics:METRICS",
     advice="grpo_recipes.extensions.environments.advice:ADVICE",

@@ -14,6 +14,7 @@ from typing import Any
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.extensions.environments.arguments import EnvironmentKeys
+from grpo_recipes.extensions.environments.datasets import RESET
 from grpo_recipes.extensions.environments.environment_python import check_python, find_missing_library, find_python
 from grpo_recipes.extensions.environments.libraries import LIBRARIES, find_library_problems
 from grpo_recipes.extensions.environments.recipe import (
@@ -35,6 +36,7 @@ from grpo_recipes.rollouts.turns import BASE, POLICY
 
 # Keys of environments that also apply to tools.
 _OF_TOOLS = {f"environment_{name}" for name in ("timeout", "memory_gib", "workers", "network", "turn_length")}
+_EPISODES = ("environment_episodes", "environment_eval_episodes")
 _TOOL_CLASSES = ("ToolEnv", "MCPEnv", "SandboxEnv", "PythonEnv")  # endings of verifiers' classes with tools
 
 
@@ -123,6 +125,9 @@ RULES = (
     Rule("tools", lambda r: bool(EnvironmentKeys(r).tools) and _sets_environment(r.__getitem__),
         "tools and environment can't be combined: the prompts of tools come from a dataset",
         "remove tools, or let the environment run them"),
+    Rule("dataset_name", lambda r: r.data.name == RESET and not uses_trl_environment(r.__getitem__),
+        "{dataset_name} has empty prompts, for an environment of TRL whose reset returns the prompt",
+        "add environment: file.py:Class, or set another dataset_name"),
     Rule("benchmarks", lambda r: uses_trl_environment(r.__getitem__) and bool(r.evaluation.benchmarks),
         "benchmarks can't be combined with a TRL environment, whose reset needs the columns of its own dataset",
         "remove benchmarks, and set eval_strategy with eval_dataset_name"),
@@ -130,7 +135,7 @@ RULES = (
         if key not in ("environment_args", "environment_mixture") and not (uses_tools(r) and key in _OF_TOOLS)],
         "'{item}' does nothing without environment", "{removal}, or add environment"),
     Rule("{item}", lambda r: uses_trl_environment(r.__getitem__) and [key for key in set_by_user(r, "environment_*")
-        if key != "environment_args" and key not in _OF_TOOLS],
+        if key not in ("environment_args", *(_EPISODES if r.data.name == RESET else ())) and key not in _OF_TOOLS],
         "'{item}' does nothing with a TRL environment, whose episodes start from rows of a dataset", "{removal}"),
     Rule("{item}", lambda r: uses_environments(r) and [key for key in set_by_user(r, OF_DATASETS)
         if r[key] != catalogue()[key]["default"]],
@@ -385,7 +390,9 @@ def _check_trl_environments(recipe: Recipe, environment: Mapping[str, str]) -> I
             yield Problem(line, f"{message}, and can't be part of a mixture", f"set environment: {spec} instead")
         elif not uses_trl_environment(recipe.__getitem__):
             yield Problem(
-                line, f"{message}, so that its prompts come from a dataset", "add dataset_name, or the method step"
+                line,
+                f"{message}, so that its prompts come from a dataset",
+                f"add dataset_name: {RESET} if reset returns the prompt, or the method step",
             )
         else:
             yield from _check_methods(recipe, spec, methods)

@@ -51,7 +51,8 @@ def call(completions: Sequence[str]) -> list[str]:
 def describe(completions: Sequence[str]) -> list[str]:
     """Return for each tool in ``completions`` the list of its schemas as JSON. Called in a child process.
 
-    A tool is JSON with ``tool`` (its name in the recipe), ``copies`` (a folder) and ``class`` (whether it is a class).
+    A tool is JSON with ``tool`` (its name in the recipe), ``copies`` (a folder) and ``arguments``: None for a function,
+    and the arguments of a TRL environment.
 
     Raise an error if a tool can't be imported, or lacks type hints or a docstring.
     """
@@ -59,8 +60,13 @@ def describe(completions: Sequence[str]) -> list[str]:
 
     schemas = []
     for tool in map(json.loads, completions):
-        loaded = load_object(tool["tool"], Path(tool["copies"]))
-        functions = list_methods(object.__new__(loaded)) if tool["class"] else [loaded]
+        loaded, functions = load_object(tool["tool"], Path(tool["copies"])), []
+        if tool["arguments"] is None:
+            functions = [loaded]
+        elif isinstance(loaded, type):
+            functions = list_methods(object.__new__(loaded))
+        else:  # a function that makes environments
+            functions = list_methods(loaded(**tool["arguments"]))
         schemas.append(json.dumps([get_json_schema(function) for function in functions]))
     return schemas
 
@@ -119,7 +125,8 @@ def describe_tools(recipe: Callable[[str], Any], copies: Path) -> dict[str, Sche
     """
     key = "tools" if recipe("tools") else "environment"
     specs, schemas = list(recipe("tools") or [recipe(key)]), dict[str, Schema]()
-    texts = [json.dumps({"tool": spec, "copies": str(copies), "class": key == "environment"}) for spec in specs]
+    arguments = None if recipe("tools") else recipe("environment_args") or {}
+    texts = [json.dumps({"tool": spec, "copies": str(copies), "arguments": arguments}) for spec in specs]
     with make_environment_pool(recipe, copies, 1, DESCRIBE, _DESCRIBE_SECONDS) as pool:
         scores = pool.score(DESCRIBE, texts)
     for spec, score in zip(specs, scores, strict=True):

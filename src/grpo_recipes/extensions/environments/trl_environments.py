@@ -60,7 +60,10 @@ class Missing:
 
 
 class TRLEnvironment(Environment):
-    """An instance of the user's class in an episode. An action is JSON: calls, or {"reward": bool} at the end."""
+    """An instance of the user's class in an episode. An action is JSON: calls, or {"reward": bool} at the end.
+
+    Instead of the class, the recipe may have a function that returns an instance, as in TRL.
+    """
 
     def __init__(self, spec: str, setup: Mapping[str, Any]):
         """Load the class. ``setup`` has the folder ``copies``, the dataset's ``row``, and the class's ``arguments``."""
@@ -81,7 +84,8 @@ class TRLEnvironment(Environment):
             reset = self._instance.reset
             text = reset(**select_columns(row, list_accepted_columns(reset)))
         if text is not None and not isinstance(text, str):
-            message = f"{self._class.__name__}.reset returned {type(text).__name__}, and images are not supported"
+            name = type(self._instance).__name__
+            message = f"{name}.reset returned {type(text).__name__}, and images are not supported"
             raise config_error("environment", message, "return a text or None")
         *before, last = row["prompt"]
         return Turn([*before, {**last, "content": last["content"] + (text or "")}])
@@ -130,9 +134,9 @@ play.converts = lambda text: Score(text)  # type: ignore[attr-defined]  # a text
 
 
 def _dump(instance: Any) -> str:
-    """Return the attributes of an instance as text, a pickle in base64, for ``_restore``.
+    """Return the class and the attributes of an instance as text, pickles in base64, for ``_restore``.
 
-    Attributes that pickle can't send, and those beyond 100,000 bytes in total, become Missing.
+    Attributes that pickle can't send, and those beyond 100,000 bytes in total, become Missing. So does the class.
     """
     state, room = dict[str, Any](), _MAX_STATE
     slots = [name for base in type(instance).__mro__ for name in getattr(base, "__slots__", ())]
@@ -146,7 +150,11 @@ def _dump(instance: Any) -> str:
             state[name], room = value, room - len(data)
         except Exception as error:
             state[name] = Missing(f"a reward can't get the attribute '{name}' ({describe_error(error)})")
-    return base64.b64encode(pickle.dumps(state)).decode()
+    try:
+        kind = pickle.dumps(type(instance))
+    except Exception as error:
+        kind = pickle.dumps(Missing(f"a reward can't get the environment ({describe_error(error)})"))
+    return base64.b64encode(pickle.dumps((kind, state))).decode()
 
 
 def _restore(text: str, copies: Path) -> Any:
@@ -155,9 +163,13 @@ def _restore(text: str, copies: Path) -> Any:
     if "failed" in saved:
         return Missing(f"a reward can't get the environment ({saved['failed']})")
     try:
-        environment_class = load_object(saved["spec"], copies)
-        instance = environment_class.__new__(environment_class)
-        for name, value in pickle.loads(base64.b64decode(saved["state"])).items():
+        load_object(saved["spec"], copies)  # pickle finds classes only in imported modules
+        pickled_class, state = pickle.loads(base64.b64decode(saved["state"]))
+        kind = pickle.loads(pickled_class)
+        if isinstance(kind, Missing):
+            return kind
+        instance = kind.__new__(kind)
+        for name, value in state.items():
             object.__setattr__(instance, name, value)
     except Exception as error:
         return Missing(f"a reward can't get the environment ({describe_error(error)})")
