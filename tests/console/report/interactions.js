@@ -197,6 +197,7 @@ const actions = {
     const shown = (title) => seen(".curve", figure(title)).map((node) => node.dataset.label);
     toggles[names[0]].click();
     const result = { names, hidden: [shown("Reward"), shown("Entropy"), shown("Reward by time")] };
+    Object.assign(result, { headline: page.querySelector("h1").textContent, warnings: seen(".trouble").map((text) => text.textContent.trim()) });
     toggles[names[0]].click();
     set(page.querySelector(".toolbar select"), "min");
     point(figure("Reward"), 1);
@@ -208,6 +209,35 @@ const actions = {
     result.smoothing.push(note());
     table.querySelectorAll("th button")[1].click();
     return { ...result, sorted: cells(), sections: all("h2").map((title) => title.textContent) };
+  },
+
+  cards: async ({ page, all, seen }) => {
+    const link = page.querySelector(".card a[data-step]"), target = page.querySelector(link.hash), fold = target.closest("details");
+    const result = { linked: link.textContent, opened: [fold?.open ?? true] };
+    link.click();
+    result.opened.push(fold?.open ?? true);
+    result.tip = target.querySelector(".tip").textContent.split("\n")[0];
+    result.cursors = seen("figure[data-frame]").every((node) => node.querySelector(".cursor").hasAttribute("d"));
+    const drawn = all("figure.chart h3").map((title) => title.textContent);
+    return { ...result, constant: page.querySelector(".constant").textContent, drawn: drawn.filter((title) => title.includes("always")) };
+  },
+
+  pair: async ({ page, all }) => {
+    const pair = page.querySelector(".pair"), sides = all(".sides > div", pair);
+    const places = sides.map((side) => side.getBoundingClientRect());
+    return {
+      prompts: all(".prompt", pair).map((prompt) => prompt.textContent.trim()),
+      steps: sides.map((side) => side.querySelector("h4").textContent),
+      said: sides.map((side) => all(".said", side).map((text) => text.textContent.trim())),
+      isBeside: places[0].top === places[1].top && places[0].right <= places[1].left,
+      isBelow: places[0].bottom <= places[1].top,
+    };
+  },
+
+  heat: async ({ view, all }) => {
+    const rows = all(".heat-map tbody tr").map((row) => [...row.cells].map((cell) => cell.textContent.trim()));
+    const color = (cell) => view.getComputedStyle(cell.querySelector("rect")).fillOpacity;
+    return { rows, head: all(".heat-map thead th").map((cell) => cell.textContent), colors: all(".heat-map td").map(color) };
   },
 
   keyboard: async ({ page, all, figure, press, labels }) => {

@@ -13,8 +13,9 @@ import pytest
 
 from grpo_recipes.console.report.comparison import write_comparison
 from grpo_recipes.console.report.pages import write_report
+from grpo_recipes.console.sweep.folder import Sweep, write_sweep_page
 
-from .synthetic_runs import game_samples, make_run, token_view, two_samples
+from .synthetic_runs import game_samples, make_run, make_sweep, token_view, two_samples
 from .test_browser import CHROMIUM, run_chromium
 
 HERE = Path(__file__).parent
@@ -154,7 +155,7 @@ def test_a_table_is_sorted_by_any_column(run: Path, results: dict[str, Any]) -> 
     }  # fmt: skip
 
 
-def test_a_comparison_hides_a_group_in_all_charts_and_shows_minutes(tmp_path: Path) -> None:
+def test_a_comparison_hides_a_group_in_all_charts_shows_minutes_and_does_not_rank_unequal_steps(tmp_path: Path) -> None:
     runs = [
         make_run(tmp_path, f"sum-{name}-20261120-10150{seed}", steps=steps, seed=seed, lift=lift, recipe=recipe)
         for name, steps, lift, recipe in (
@@ -165,6 +166,9 @@ def test_a_comparison_hides_a_group_in_all_charts_and_shows_minutes(tmp_path: Pa
     page = write_comparison(runs, tmp_path / "comparison.html")
     result = interact(tmp_path, page, ["comparison"])["comparison"]
     assert result["names"] == ["low (2 seeds)", "high (2 seeds)"]
+    assert result["headline"] == "low (2 seeds) against high (2 seeds)"
+    unranked = "different numbers of steps, so final rewards are not ranked. low (2 seeds): 30; high (2 seeds): 80."
+    assert [text for text in result["warnings"] if text.endswith(unranked)], result["warnings"]
     assert [set(labels) for labels in result["hidden"]] == [{"high (2 seeds)"}] * 3
     (tip,) = result["tip"]
     minutes = [sum(row["seconds/step"] for row in rows_of(run)) / 60 for run in runs[:2]]
@@ -172,6 +176,47 @@ def test_a_comparison_hides_a_group_in_all_charts_and_shows_minutes(tmp_path: Pa
     assert [name[:3] for name in result["sorted"]] == ["low"] * 3 + ["hig"] * 3
     assert result["smoothing"] == ["Lines are means over 5 steps.", "5 steps", "Lines are not smoothed."]
     assert result["sections"][:3] == ["Differences", "Runs", "Curves"]
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_cards_lead_to_a_step_and_a_prompt_stands_at_its_first_and_last_step(tmp_path: Path, width: int) -> None:
+    run = make_run(tmp_path, steps=30)
+    rows = [row | {"kl": 2.0 + row["step"] / 10, "always/same": 0.25} for row in rows_of(run)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    samples = [{**two_samples()[0], "prompt": "1 + 1", "completion": f"answer of step {step}"} for step in range(1, 31)]
+    sampled = [{"step": step, "rewards": [0.5], "samples": [sample]} for step, sample in enumerate(samples, start=1)]
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sampled))
+    write_report(run)
+    read_back = interact(tmp_path, run / "report.html", ["cards", "pair"], width)
+    cards, pair = read_back["cards"], read_back["pair"]
+    assert cards["linked"] == "KL divergence from step 1" and cards["tip"] == "step 1"
+    assert cards["opened"][1] is cards["cursors"] is True
+    assert "always/same 0.25" in cards["constant"] and cards["drawn"] == []
+    assert (pair.pop("isBeside"), pair.pop("isBelow")) == (width == 1400, width == 390)
+    assert pair == {
+        "prompts": ["1 + 1"], "steps": ["Step 1", "Step 30"], "said": [["answer of step 1"], ["answer of step 30"]],
+    }  # fmt: skip
+
+
+def test_a_sweep_of_two_keys_has_a_heat_map_of_means(tmp_path: Path) -> None:
+    sweep = make_sweep(tmp_path / "sweep", rates=("1e-6", "3e-6"))
+    record = json.loads((sweep.folder / "sweep.json").read_text())
+    record["axes"]["beta"] = ["0", "0.04"]
+    for index, cell in enumerate(record["cells"]):
+        cell["values"]["beta"] = ("0", "0.04")[index % 2]
+    (sweep.folder / "sweep.json").write_text(json.dumps(record))
+    page, _ = write_sweep_page(Sweep.read(sweep.folder))
+    heat = interact(tmp_path, page, ["heat"])["heat"]
+    assert heat["head"] == ["", "0", "0.04"] and [row[0] for row in heat["rows"]] == ["1e-6", "3e-6"]
+    for rate, *shown in heat["rows"]:
+        for beta, text in zip(("0", "0.04"), shown, strict=True):
+            cells = [cell["name"] for cell in record["cells"] if cell["values"] | {"learning_rate": rate, "beta": beta}
+                     == cell["values"]]  # fmt: skip
+            ends = [[row["reward"] for row in rows_of(sweep.folder / "cells" / name)][-5:] for name in cells]
+            assert float(text) == pytest.approx(sum(map(sum, ends)) / (5 * len(ends)), rel=5e-3)
+    darkest = max(range(4), key=lambda index: float(heat["colors"][index]))
+    values = [float(text) for row in heat["rows"] for text in row[1:]]
+    assert darkest == values.index(max(values))
 
 
 @pytest.mark.parametrize("width", [390, 1400])
