@@ -282,6 +282,7 @@ def test_a_mistake_of_a_command_is_one_line_with_its_fix(grpo):
             "grpo: compare: is not a command. Fix: use grpo report RUN RUN, or for weight sync methods: ",
         ),
         (["resume", "last"], "grpo: resume: is not a command. Fix: use grpo launch --resume RUN"),
+        (["serve-report", "runs"], "grpo: serve-report: is not a command. Fix: use grpo dashboard RUN"),
         (["xyzzy"], "grpo: xyzzy: is not a command. Fix: use one of new, check,"),
         (["--verbose"], "grpo: COMMAND: is missing. Fix: see grpo --help"),
         (["new"], "grpo: FILE: is missing. Fix: see grpo new --help"),

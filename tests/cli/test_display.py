@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -62,6 +63,15 @@ def test_the_lines_of_a_plan_end_at_the_width_and_continue_below_their_text() ->
         assert max(map(len, short)) <= width
         continued[width] = sum(line.startswith(" " * 11) for line in short)
     assert continued[80] > continued[120] > 0
+
+
+def test_the_next_command_of_a_run_is_one_line(tmp_path: Path) -> None:
+    command = f"grpo launch my.yaml --run_name {'long_' * 20} --seed 7"
+    (tmp_path / "run.json").write_text(json.dumps({"command": command}))
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "failed", "cause": "rank 0: " + "a word " * 20}))
+    lines = COLOR.sub("", run_in_terminal(80, "status", str(tmp_path))).splitlines()
+    assert lines[-1] == f"next     {command}"
+    assert max(len(line) for line in lines if "a word" in line) <= 80
 
 
 def test_a_plan_begins_with_the_verdict_in_color() -> None:

@@ -138,9 +138,7 @@ def test_status_tells_step_reward_time_left_and_logs(folder, capsys) -> None:
     output = run_command(capsys, "status", "last")
     os.close(lock)
     assert "best     eval_reward 0.250 at step 2, then 1 evaluation without improvement\n" in output
-    assert (
-        "phase    sampling for 10" in output and "eval     eval at step 2  reward 0.250  8 prompts  3.00 s\n" in output
-    )
+    assert "phase    sampling for 10" in output and "eval     at step 2  reward 0.250  8 prompts  3.00 s\n" in output
     assert "phase " not in run_command(capsys, "status", "last"), "nothing runs any more"
     assert "state    running\n" in output and "step     4/10\n" in output and "reward   0.500" in output
     assert "left     about 0:06:00 of training\n" in output and "log      logs/trainer.log\n" in output

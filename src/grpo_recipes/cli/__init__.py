@@ -61,6 +61,7 @@ _EXAMPLES = (
 _OTHER_COMMANDS = {
     "compare": "use grpo report RUN RUN, or for weight sync methods: grpo sweep RECIPE weight_sync=file,restart",
     "resume": "use grpo launch --resume RUN",
+    "serve-report": "use grpo dashboard RUN",
     "train": "use grpo launch RECIPE",
 }
 _FULL = "redirect it to a file on a disk with free space"

@@ -77,7 +77,7 @@ def print_labelled(lines: Sequence[str], label_width: int) -> None:
     """Print lines that begin with a label of ``label_width`` characters and a space.
 
     In a terminal, labels are dim, long texts continue below their beginning, and states, problems and fixes have
-    colors. Lines with JSON or a variable are not broken, so that they can be copied.
+    colors. JSON, a variable and a command are not broken, so that they can be copied.
     """
     if not is_terminal(sys.stdout):
         print(*lines, sep="\n")
@@ -93,7 +93,7 @@ def print_labelled(lines: Sequence[str], label_width: int) -> None:
         columns.stylize(label_style, 0, label_width)
         for pattern, style in _STYLES:
             text.highlight_regex(pattern, style)
-        can_break = len(line) > console.width > 2 * start and not re.match(r"\[|\w+=", text.plain)
+        can_break = len(line) > console.width > 2 * start and not re.match(r"\[|\w+=|grpo ", text.plain)
         parts = text.wrap(console, console.width - start) if can_break else [text]
         for number, part in enumerate(parts):
             part.rstrip()

@@ -82,7 +82,7 @@ def status(options: argparse.Namespace) -> int:
         ("step", step),
         ("reward", reward),
         ("episodes", run.rows and format_episode_metrics(run.rows[-1])),
-        ("eval", evaluations and format_evaluation(evaluations[-1])),
+        ("eval", evaluations and format_evaluation(evaluations[-1]).removeprefix("eval ")),
         ("best", format_best(rundir.read_json(run.folder / rundir.BEST))),
         ("left", time_left and f"about {time_left} of training"),
         ("restarts", str(run.summary.get("restarts") or "")),
