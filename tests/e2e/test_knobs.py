@@ -35,7 +35,8 @@ def test_the_guides_variables_are_what_the_real_server_and_trainer_run_with(laun
     port = free_port()
     run = launch(
         *("--max_steps", "2", "--save_strategy", "no"),
-        *("--vllm_args", "{max_num_batched_tokens: 1024, enable_prefix_caching: false}"),
+        *("--vllm_args", "{max_num_batched_tokens: 1024, enable_prefix_caching: false, speculative_config: "
+          "{method: ngram, num_speculative_tokens: 2, prompt_lookup_max: 3}}"),
         *("--dynamic_sampling", "true", "--dynamic_sampling_max_rounds", "20", *SMALL_GROUPS),
         VLLM_PORT=str(port), VLLM_MAX_LEN="77", VLLM_MODEL="smoke:sums",
         RUN_NAME="knobs", VLLM_MODE="server",
@@ -52,9 +53,10 @@ def test_the_guides_variables_are_what_the_real_server_and_trainer_run_with(laun
     assert (server["logprobs_mode"], server["max_logprobs"], server["dtype"]) == ("processed_logprobs", -1, "float32")
     assert server["served_model_name"][0].startswith("knobs-") and "smoke/sums" in server["model"]
     assert (server["max_num_batched_tokens"], server["enable_prefix_caching"]) == (1024, False)  # vllm_args
+    assert server["speculative_config"]["method"] == "ngram"
     engine = next(line for line in run.log("server").splitlines() if "Initializing a V1 LLM engine" in line)
     assert "max_seq_len=77" in engine and "dtype=torch.float32" in engine and "tensor_parallel_size=1" in engine
-    assert "enable_prefix_caching=False" in engine
+    assert "enable_prefix_caching=False" in engine and "SpeculativeConfig(method='ngram'" in engine
     # Every group with equal rewards is replaced, and the guard compares the log-probs of the final generation.
     for row in run.rows():
         assert row["dynamic_sampling/rounds"] > 0 and row["dynamic_sampling/groups_equal"] == 0

@@ -28,11 +28,13 @@ def lognormal(rows: int, seed: int, longest: int) -> list[int]:
     return [max(1, round(length * longest / max(lengths))) for length in lengths]
 
 
+@pytest.mark.parametrize("few_sizes", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_each_row_is_in_one_pass_and_little_of_a_pass_is_padding(seed: int) -> None:
+def test_each_row_is_in_one_pass_and_little_of_a_pass_is_padding(seed: int, few_sizes: bool) -> None:
     draw = random.Random(seed)
     lengths, most = lognormal(draw.randrange(1, 200), seed, 1000), draw.randrange(1000, 9000)
-    groups = passes.group_rows(lengths, most)
+    groups = passes.group_rows(lengths, most, few_sizes=few_sizes)
+    assert not few_sizes or {len(group).bit_count() for group in groups} == {1}  # powers of two
     assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
     for group in groups:
         fed = len(group) * max(lengths[row] for row in group)
@@ -107,11 +109,12 @@ def test_at_most_a_tenth_of_what_is_fed_is_padding(tmp_path: Path, model: str, m
 
 def test_lengths_of_passes_are_multiples(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(tmp_path, model, GRPOTrainer, pad_to_multiple_of=8)
-    lengths: set[int] = set()
+    lengths, sizes = set[int](), set[int]()
     inner = trainer.model.model
     monkeypatch.setattr(
         inner, "forward", lambda *args, forward=inner.forward, **kwargs: (
-            lengths.add(kwargs["input_ids"].shape[1]), forward(*args, **kwargs))[1],
+            sizes.add(len(kwargs["input_ids"])), lengths.add(kwargs["input_ids"].shape[1]),
+            forward(*args, **kwargs))[2],
     )  # fmt: skip
     computed: set[tuple[int, int]] = set()  # length of a pass, and for how many of its last tokens logits are computed
     compute = trl.GRPOTrainer._get_per_token_logps_and_entropies
@@ -124,6 +127,7 @@ def test_lengths_of_passes_are_multiples(tmp_path: Path, model: str, monkeypatch
     trimmed = found(trainer, True)
     monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", compute)
     assert len(lengths) > 1 and all(length % 8 == 0 and length < WIDTH + 8 for length in lengths)
+    assert sizes <= {1, 2, 4, 8, 16, 32}
     assert all(width % 8 == 0 or width == length - 1 for length, width in computed), computed
     for value, expected, atol in zip(trimmed, found(trainer, False), (1e-5, 1e-5, 1e-4), strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=atol)

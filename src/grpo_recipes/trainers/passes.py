@@ -36,7 +36,7 @@ def compute_in_trimmed_passes(
     padding_free = trainer.args.padding_free
     multiple = 1 if padding_free else trainer.args.pad_to_multiple_of or 1
     widths_B = -(-lengths_B // multiple) * multiple
-    groups = group_rows(widths_B.tolist(), (batch_size or rows) * width, padding_free)
+    groups = group_rows(widths_B.tolist(), (batch_size or rows) * width, padding_free, few_sizes=multiple > 1)
     is_padded = padding_free or rows * width > MOST_FED * int(widths_B.sum())
     has_options = any(value not in (None, False) for value in (*args, *kwargs.values()))
     is_special = bool((prompt_lengths_B == 0).any()) or has_options
@@ -72,21 +72,29 @@ def compute_in_trimmed_passes(
     return logps, entropies[0] if entropies else None, None
 
 
-def group_rows(lengths: Sequence[int], most: float, padding_free: bool = False) -> list[list[int]]:
+def group_rows(
+    lengths: Sequence[int], most: float, padding_free: bool = False, few_sizes: bool = False
+) -> list[list[int]]:
     """Return the row indices of each pass, for rows with these lengths, longest first.
 
     A pass has at most ``most`` tokens, padding included, and at most ``MOST_FED`` times its tokens without padding.
-    With ``padding_free``, passes have no padding. A row that is longer than ``most`` has its own pass.
+    With ``padding_free``, passes have no padding. With ``few_sizes``, their numbers of rows are powers of two. A row
+    that is longer than ``most`` has its own pass.
     """
     groups: list[list[int]] = []
-    real_tokens = 0
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        real_tokens += lengths[row]
-        fed_tokens = real_tokens if padding_free or not groups else (len(groups[-1]) + 1) * lengths[groups[-1][0]]
-        if not groups or fed_tokens > min(MOST_FED * real_tokens, most):
-            groups.append([])
-            real_tokens = lengths[row]
-        groups[-1].append(row)
+    rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    while rows:
+        count = real_tokens = 0
+        for row in rows:
+            real_tokens += lengths[row]
+            fed_tokens = real_tokens if padding_free else (count + 1) * lengths[rows[0]]
+            if count and fed_tokens > min(MOST_FED * real_tokens, most):
+                break
+            count += 1
+        if few_sizes:
+            count = 1 << (count.bit_length() - 1)
+        groups.append(rows[:count])
+        rows = rows[count:]
     return groups
 
 
