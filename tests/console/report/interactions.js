@@ -211,6 +211,16 @@ const actions = {
     return { ...result, sorted: cells(), sections: all("h2").map((title) => title.textContent) };
   },
 
+  axes: async ({ page, all, seen, figure, set, point }) => {
+    const axis = page.querySelector(".toolbar select"), result = { axes: [...axis.options].map((option) => option.value) };
+    for (const name of ["min", "step"]) {
+      set(axis, name);
+      point(figure("Reward"), 1);
+      result[name] = seen(".tip").map((tip) => tip.textContent.split("\n")[0]);
+    }
+    return result;
+  },
+
   cards: async ({ page, all, seen }) => {
     const link = page.querySelector(".card a[data-step]"), target = page.querySelector(link.hash), fold = target.closest("details");
     const result = { linked: link.textContent, opened: [fold?.open ?? true] };

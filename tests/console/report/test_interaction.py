@@ -178,6 +178,14 @@ def test_a_comparison_hides_a_group_in_all_charts_shows_minutes_and_does_not_ran
     assert result["sections"][:3] == ["Differences", "Runs", "Curves"]
 
 
+def test_a_run_without_a_step_takes_no_axis_from_the_others(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path, name, steps=steps) for name, steps in (("none", 0), ("some", 30))]
+    axes = interact(tmp_path, write_comparison(runs, tmp_path / "comparison.html"), ["axes"])["axes"]
+    minutes = sum(row["seconds/step"] for row in rows_of(runs[1])) / 60
+    assert axes["axes"] == ["step", "min", "tokens"] and axes["step"] == ["step 30"]
+    assert float(axes["min"][0].removeprefix("min ")) == pytest.approx(minutes, rel=1e-3)
+
+
 @pytest.mark.parametrize("width", [390, 1400])
 def test_cards_lead_to_a_step_and_a_prompt_stands_at_its_first_and_last_step(tmp_path: Path, width: int) -> None:
     run = make_run(tmp_path, steps=30)

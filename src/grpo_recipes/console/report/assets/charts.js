@@ -17,6 +17,8 @@ const clocks = [...document.querySelectorAll(".clocks li")].map((node) => ({
   rows: Number(node.dataset.rows),
   window: Number(node.dataset.window),
 }));
+// The clock that relates axes; a run without a step has an empty clock.
+const reference = clocks.find((clock) => clock.rows) || clocks[0];
 
 // Convert between steps, minutes and tokens with straight lines between the points of a clock.
 function convert(clock, from, to, x) {
@@ -312,7 +314,7 @@ class LineChart {
       this.drawAxes();
     }
     for (const mark of this.marks) {
-      const x = convert(clocks[0], "step", this.axis, Number(mark.dataset.step));
+      const x = convert(reference, "step", this.axis, Number(mark.dataset.step));
       mark.setAttribute("d", x < this.x[0] || x > this.x[1] ? "" : `M${this.locateX(x)} 0v${HEIGHT}`);
     }
   }

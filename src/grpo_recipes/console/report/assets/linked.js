@@ -45,7 +45,7 @@ function showAt(x, source) {
   }
   for (const figure of maps) {
     const [low, high] = numbers(figure.dataset.frame);
-    const step = x === null || (source && !source.isLinked) ? NaN : convert(clocks[0], view.axis, "step", x);
+    const step = x === null || (source && !source.isLinked) ? NaN : convert(reference, view.axis, "step", x);
     const isInside = step >= low && step <= high;
     drawCursor(figure, isInside ? (step - low) / (high - low || 1) : null);
   }
@@ -86,7 +86,7 @@ function clearRead(chart) {
 function pin(x) {
   view.pinned = x;
   showAt(x, null);
-  const step = x === null ? null : convert(clocks[0], view.axis, "step", x);
+  const step = x === null ? null : convert(reference, view.axis, "step", x);
   document.dispatchEvent(new CustomEvent("report:pin", { detail: step }));
 }
 
@@ -245,7 +245,7 @@ for (const link of document.querySelectorAll(".card a[data-step]")) {
   link.addEventListener("click", () => {
     const target = charts.find((chart) => `#${chart.figure.id}` === link.hash);
     target?.figure.closest("details")?.setAttribute("open", "");
-    if (target) showAt(convert(clocks[0], "step", view.axis, Number(link.dataset.step)), target);
+    if (target) showAt(convert(reference, "step", view.axis, Number(link.dataset.step)), target);
   });
 }
 
@@ -265,10 +265,10 @@ function makeToolbar() {
     return label;
   };
   const axis = document.createElement("select");
-  const available = Object.keys(AXES).filter((name) => clocks.every((clock) => clock[name].some(Number.isFinite)));
+  const available = Object.keys(AXES).filter((name) => clocks.every((clock) => !clock.rows || clock[name].some(Number.isFinite)));
   axis.append(...available.map((name) => new Option({ step: "steps", min: "minutes", tokens: "tokens" }[name], name)));
   axis.addEventListener("input", () => {
-    const move = (x) => (x === null ? null : convert(clocks[0], view.axis, axis.value, x));
+    const move = (x) => (x === null ? null : convert(reference, view.axis, axis.value, x));
     Object.assign(view, { pinned: move(view.pinned), at: null, zoom: null });
     view.axis = axis.value;
     drawAll();

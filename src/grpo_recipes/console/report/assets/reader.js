@@ -32,7 +32,7 @@ function makeReader() {
   // Pin another sampled step. The crosshair of all charts follows.
   const move = (count) => () => {
     const next = Math.min(steps.length - 1, Math.max(0, index + count));
-    pin(convert(clocks[0], "step", view.axis, steps[next]));
+    pin(convert(reference, "step", view.axis, steps[next]));
   };
   const open = () => {
     const slider = document.querySelector(".stepper input");
