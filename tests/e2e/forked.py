@@ -23,6 +23,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib.metadata
 import io
 import json
 import os
@@ -408,8 +409,10 @@ def _import_libraries() -> None:
     """Import what servers and trainers import, except TRL, which looks for vLLM while it is imported."""
     import accelerate.commands.launch  # noqa: F401
     import datasets  # noqa: F401
+    import deepspeed  # noqa: F401
     import peft  # noqa: F401
     import setproctitle  # noqa: F401
+    import tabulate  # noqa: F401
     import torch.distributed.elastic.rendezvous.static_tcp_rendezvous  # noqa: F401
     import transformers.trainer  # noqa: F401
     import vllm.entrypoints.cli.serve
@@ -419,6 +422,10 @@ def _import_libraries() -> None:
     import vllm.v1.executor.multiproc_executor
     import vllm.v1.worker.cpu_worker  # noqa: F401
     import wandb  # noqa: F401
+
+    # TRL reads the metadata of all packages for this while it is imported.
+    packages = importlib.metadata.packages_distributions()
+    importlib.metadata.packages_distributions = lambda: packages
 
 
 def _serve(address: str, ready_writer: int, parent: int) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from grpo_recipes.server import plugin
 from grpo_recipes.server.plugin import WeightReport
 from grpo_recipes.weights.file import write_weights
 from grpo_recipes.weights.guard import compute_sent_fingerprint, find_differences
@@ -71,3 +74,22 @@ def test_on_gpus_a_load_goes_through_model_runner_v2(tmp_path: Path, monkeypatch
         == []
     )
     assert worker.model_runner.model_config.model == str(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_on_cpu_the_engine_sleeps_soon_after_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    def sleeps(seconds: float) -> bool:
+        """Return whether a reader sleeps, seconds after its last message."""
+        reader = SpinCondition(is_reader=True, context=mock.MagicMock(), notify_address="inproc://messages")
+        reader.last_read, reader.poller = time.monotonic() - seconds, mock.Mock(poll=mock.Mock(return_value=[]))
+        reader.wait()
+        return reader.poller.poll.called
+
+    monkeypatch.setattr(SpinCondition.__init__, "__defaults__", SpinCondition.__init__.__defaults__)
+    busy = sleeps(0.5)
+    plugin._sleep_between_messages()
+
+    assert [busy, sleeps(0.5), sleeps(-60)] == [False, True, False]

@@ -30,6 +30,7 @@ BASE_KEY = "base"
 UNSET = "unset"  # the flag --unset KEY, which removes a key that the recipe file or a variable sets
 Entry = Mapping[str, Any]  # the type, default, help and limits of a key in the catalog
 KeyPath = tuple[str | int, ...]  # the names and indices that lead to a value in a file
+FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the Python loader takes longer than all of `grpo check`
 _MOST_BYTES = 1 << 20
 _MOST_PARTS = 100_000
 _MOST_BASES = 10  # length of a chain of recipes that build on each other

@@ -30,6 +30,7 @@ from grpo_recipes.errors import ConfigError, config_error, translate_errors
 from grpo_recipes.paths import display_path, find_code_root, is_locked, sort_newest_first
 from grpo_recipes.process.tree import is_alive
 from grpo_recipes.process.waiting import wait_until
+from grpo_recipes.recipe.document import FAST_LOADER
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.runs.code_version import FROZEN_CODE, hash_frozen_code, read_code_state
 from grpo_recipes.runs.health import AVERAGED_STEPS, drop_missing, finite_number, mean, summarize_rewards
@@ -90,7 +91,7 @@ class Run:
         path = self.folder / "recipe.yaml"
         damaged = config_error(display_path(path), "is damaged (not a YAML mapping)", _REPAIR)
         with translate_errors((yaml.YAMLError, RecursionError), lambda _: damaged):
-            keys = (yaml.safe_load(path.read_text(errors="replace")) if path.is_file() else None) or {}
+            keys = (yaml.load(path.read_text(errors="replace"), FAST_LOADER) if path.is_file() else None) or {}
         if not isinstance(keys, dict):
             raise damaged
         return keys

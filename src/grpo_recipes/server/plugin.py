@@ -35,6 +35,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"  # PEFT's name for the file of an 
 _HANDLES = ("storage_handle", "ref_counter_handle", "event_handle")  # arguments of rebuild_cuda_tensor that are bytes
 # The variables in which vLLM lists the cores of a CPU worker, depending on the OpenMP library.
 _OPENMP_CORES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
+# Seconds for which the engine and its workers poll for the next message. vLLM polls for 1 s.
+_POLLING_SECONDS = 0.01
 _LOGGER = logging.getLogger("vllm.grpo_recipes")  # only children of vLLM's logger reach the server's log
 
 
@@ -56,7 +58,7 @@ def register() -> None:
 
 
 def _adapt_to_cpu(in_server: bool) -> None:
-    """On CPU, keep linear weights as they are loaded, and in a server let vLLM fork its engine.
+    """On CPU, keep linear weights as they are loaded; in a server, let vLLM fork its engine and sleep when idle.
 
     vLLM's CPU build packs each weight into a private copy at load time and multiplies with that copy. With tied
     embeddings, a reload does not update the copy: the server answers 200 and computes with old weights. Without
@@ -74,6 +76,7 @@ def _adapt_to_cpu(in_server: bool) -> None:
     layer_utils.dispatch_cpu_unquantized_gemm = _use_plain_linear
     if in_server:
         _fork_engine(type(current_platform))
+        _sleep_between_messages()
 
 
 def _fork_engine(platform: Any) -> None:
@@ -101,6 +104,16 @@ def _fork_engine(platform: Any) -> None:
 
     platform.check_and_update_config = classmethod(choose_forking)
     os.register_at_fork(after_in_child=use_cores)
+
+
+def _sleep_between_messages() -> None:
+    """Let the engine and its workers wait for a message without a busy loop after ``_POLLING_SECONDS``.
+
+    The trainer updates on the same cores while the server waits for the next step, and each loop takes a core from it.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    SpinCondition.__init__.__defaults__ = (_POLLING_SECONDS,)  # busy_loop_s, the only default
 
 
 def _prepare_server_process() -> None:

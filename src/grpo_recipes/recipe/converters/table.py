@@ -30,7 +30,7 @@ import yaml
 
 from grpo_recipes.errors import Problem
 from grpo_recipes.paths import shell_quote
-from grpo_recipes.recipe.document import Value, as_bool
+from grpo_recipes.recipe.document import FAST_LOADER, Value, as_bool
 from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.secrets import contains_secret
 
@@ -38,7 +38,6 @@ ANY = "*"  # the pattern of every value
 VALUE = "{value}"  # the setting's own value, in the values of ``sets``
 _WORD = re.compile(r"[\d.eE+-]+|true|false")  # on the command line, where all values are texts
 _LONGEST = 60  # characters of a value in a message
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the Python loader takes longer than all of `grpo check`
 
 
 @dataclass(frozen=True)
@@ -274,7 +273,7 @@ def read_table(path: Path, section: str, module: str = "") -> Table:
 @functools.cache
 def read_file(path: Path) -> Any:
     """Return the content of a table file of this package, parsed as YAML; cached."""
-    return yaml.load(path.read_text(encoding="utf-8"), _LOADER)
+    return yaml.load(path.read_text(encoding="utf-8"), FAST_LOADER)
 
 
 def _row(entry: dict[str, Any]) -> Row:
