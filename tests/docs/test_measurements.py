@@ -170,3 +170,28 @@ def test_defaults_that_surprise_are_those_of_the_keys() -> None:
     told = {name.strip("`"): float(value.strip("`")) for name, value, why in rows if why}
     assert {"eval_max_prompts", "reward_timeout", "num_train_epochs"} <= told.keys()
     assert told == {name: catalogue()[name]["default"] for name in told}
+
+
+def test_the_new_shapes_are_the_recorded_ones() -> None:
+    record = json.loads((REPOSITORY / "bench/results/shapes.json").read_text())
+    cases = {(case["rows of a micro-batch"], case["pad_to_multiple_of"]): case for case in record["cases"]}
+    shapes = {key: case["new shapes"]["input"] for key, case in cases.items()}
+    assert max(shapes[rows, 64] for rows in (4, 8, 16)) <= 16
+    more_tokens = 100 * (cases[8, 64]["fed"] / cases[8, None]["fed"] - 1)
+    text = " ".join((REPOSITORY / "docs/performance.md").read_text().split())
+    assert f"use {shapes[8, 64]} new input shapes instead of {shapes[8, None]}, for {more_tokens:.0f} % more" in text
+
+
+def test_the_work_of_rank_0_is_the_recorded_one_projected_to_more_gpus() -> None:
+    record = json.loads((REPOSITORY / "bench/results/rank0.json").read_text())["completions"]["256"]
+    text = " ".join((REPOSITORY / "docs/measurements.md").read_text().split())
+
+    def project(gpus: int) -> tuple[float, float]:
+        """Return the seconds of 4,096 completions, and their percentage of a step on this number of GPUs."""
+        only_rank_0 = {"read", "hand on", "samples"}
+        seconds = sum(part / (1 if name in only_rank_0 else gpus) for name, part in record["seconds"].items())
+        return seconds * 4096 / 256, 100 * seconds / (record["assumed_step_seconds"] * 8 / gpus)
+
+    (seconds, at_8), (_, at_16), (_, at_64) = map(project, (8, 16, 64))
+    assert f"take rank 0 {seconds:.1f} s of CPU time" in text and f"{at_8:.1f} % of an assumed step" in text
+    assert f"Projected to 16 GPUs, it is {at_16:.1f} %, and to 64 GPUs {at_64:.1f} %" in text
