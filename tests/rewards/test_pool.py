@@ -190,6 +190,14 @@ def test_a_first_call_may_take_longer() -> None:
     assert (slow_first.value, slow_later.reason) == (1.0, "time limit")
 
 
+def test_known_imports_get_more_time_in_each_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_recipes.rewards.pace._FIRST_CALL_SECONDS", 0.1)
+    with RewardPool(WILD, workers=1, timeout=0.2) as pool:
+        pool.allow_imports(WILD, 5.0)
+        scores = judge(pool, "sleep 1", "sleep 1", "sleep 1")  # a child that exceeds its time is replaced
+    assert [score.reason for score in scores] == [None, "time limit", None]
+
+
 @pytest.mark.slow
 @pytest.mark.rotating
 def test_first_calls_that_hang_get_less_and_less_extra_time(monkeypatch: pytest.MonkeyPatch) -> None:

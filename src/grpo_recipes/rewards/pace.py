@@ -17,6 +17,7 @@ class Pace:
 
     # Seconds that a first call may exceed the time limit.
     extra_for_first: float = field(default_factory=lambda: _FIRST_CALL_SECONDS)
+    most_extra: float = field(default_factory=lambda: _FIRST_CALL_SECONDS)
     slowest_first: float = 0.0  # seconds
     seconds: float | None = None  # moving average of a call's duration
     rows: int = 1  # rows per chunk
@@ -33,4 +34,8 @@ class Pace:
             self.extra_for_first /= 2  # probably a call that hangs, not an import
         else:
             self.slowest_first = max(self.slowest_first, score.seconds)
-            self.extra_for_first = min(_FIRST_CALL_SECONDS, 2 * self.slowest_first)
+            self.extra_for_first = min(self.most_extra, 2 * self.slowest_first)
+
+    def allow_imports(self, seconds: float) -> None:
+        """Let first calls exceed the time limit by this time, or by more if they may already."""
+        self.most_extra = self.extra_for_first = max(self.most_extra, seconds)

@@ -61,8 +61,8 @@ class RewardPool:
     After the first death, one child more than ``workers`` is kept ready. Use a pool from one thread that outlives it,
     because a child ends with the thread that started it.
 
-    The first call of a child may import modules, so it gets more time than ``timeout``: at first 10 s, then twice the
-    duration of the slowest first call so far. Each first call that hangs halves this extra time.
+    The first call of a child may import modules, so it gets more time than ``timeout``: at first 10 s (or the time of
+    ``allow_imports``), then twice the duration of the slowest first call. Each first call that hangs halves this time.
     """
 
     def __init__(
@@ -191,6 +191,10 @@ class RewardPool:
             for child in self._list_busy_children():
                 self._replace_child(child)
         return [self.scores.get(row, Score(None, NOT_CALLED)) for row in range(len(completions))]
+
+    def allow_imports(self, reward: str, seconds: float) -> None:
+        """Let the first call of each child exceed the time limit by this time: its imports are known to be slow."""
+        self._paces[reward].allow_imports(seconds)
 
     def _take_next_rows(self, child: _Child, reward: str) -> list[int]:
         """Choose the next rows for a child, remove them from the open rows, and return them; [] if all are for others.

@@ -6,6 +6,7 @@ keeps the tokens and masks. Prompts and rewards come from the dataset and ``rewa
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -49,7 +50,9 @@ class ToolEpisodes(Episodes):
         """
         super().__init__(script_args, args, run_dir)
         self._copies = run_dir / REWARD_COPIES
+        began = time.monotonic()
         schemas = describe_tools(partial(getattr, script_args), self._copies)
+        self._pool.allow_imports(self._function, 2 * (time.monotonic() - began))
         self._tools, self._specs_by_name = list(schemas.values()), {name_of(schemas[spec]): spec for spec in schemas}
         self._template_kwargs = args.chat_template_kwargs or {}
         args.chat_template_kwargs = {**self._template_kwargs, "tools": self._tools}
