@@ -195,3 +195,10 @@ def test_the_work_of_rank_0_is_the_recorded_one_projected_to_more_gpus() -> None
     (seconds, at_8), (_, at_16), (_, at_64) = map(project, (8, 16, 64))
     assert f"take rank 0 {seconds:.1f} s of CPU time" in text and f"{at_8:.1f} % of an assumed step" in text
     assert f"Projected to 16 GPUs, it is {at_16:.1f} %, and to 64 GPUs {at_64:.1f} %" in text
+
+
+def test_the_padding_of_the_larger_step_is_the_recorded_one() -> None:
+    cases = json.loads((REPOSITORY / "bench/results/speed.json").read_text())["step"]["found"]
+    small, large = (cases[name]["bare TRL"]["fed_per_real_token"] for name in ("lognormal", "lognormal, 8 x 16"))
+    text = " ".join((REPOSITORY / "docs/measurements.md").read_text().split())
+    assert f"TRL feeds {large:.2f} tokens per real one instead of {small:.2f}" in text
