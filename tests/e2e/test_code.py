@@ -19,6 +19,6 @@ def test_a_model_learns_to_write_programs_that_pass_their_tests(launch: Callable
     run = launch(str(REPOSITORY / "recipes/smoke/code.yaml"))
     assert run.wait(900) == 0, run.output
     summary, rows = run.summary(), run.rows()
-    assert summary["final_reward"] > summary["initial_reward"] + 0.1
+    assert summary["final_reward"] > summary["initial_reward"] + 0.2  # seen: 0.46 and 0.88
     assert all(row["rewards/no_verdict"] == 0 for row in rows) and rows[-1]["rewards/code_tests/mean"] > 0.6
     run.wait_for_nothing_left()
