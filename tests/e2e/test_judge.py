@@ -13,6 +13,8 @@ from real_runs import REPOSITORY, Launch
 @pytest.mark.rotating
 def test_a_model_learns_from_a_judge_that_fails_three_of_ten_times(launch: Callable[..., Launch]) -> None:
     flags = ("--judge_prompt", "Solution: {answer}\nAnswer: {completion}", "--judge_retries", "1")
+    # Equal completions share a request. Late steps have few different ones, so that a failure leaves many unscored.
+    flags += ("--reward_max_no_verdict", "0.6")
     with FakeJudge(failing=0.3).running() as judge:
         run = launch(
             str(REPOSITORY / "recipes/examples/judge.yaml"), "--judge_base_url", judge.url, *flags, JUDGE_KEY=judge.key
