@@ -54,8 +54,8 @@ test: setup  ## quick tests: most in four processes, then one by one those that 
 e2e: setup  ## tests of whole runs, with a real Slurm if it is installed
 	GRPO_PRIVATE_NETWORK=1 GRPO_FORK_RUNS=1 $(PYTEST) $(SLOW) $(RUNS) $(PYTEST_ARGS)
 
-e2e-today: setup  ## the whole runs that CI makes today: some tests have one day of six
-	GRPO_PRIVATE_NETWORK=1 GRPO_RAN_TESTS=$(RAN_TESTS) $(BIN)/python tests/today.py $(SLOW) $(RUNS) $(PYTEST_ARGS)
+e2e-today: setup  ## the whole runs that CI makes today: some tests have one day of four
+	GRPO_PRIVATE_NETWORK=1 GRPO_FORK_RUNS=1 GRPO_RAN_TESTS=$(RAN_TESTS) $(BIN)/python tests/today.py $(SLOW) $(RUNS) $(PYTEST_ARGS)
 
 soak: setup  ## stop and kill jobs on a real Slurm for half an hour; adds to bench/results/soak.jsonl
 	GRPO_SOAK_RESULT=$(abspath bench/results/soak.jsonl) $(BIN)/python -m pytest -m soak $(PYTEST_ARGS)

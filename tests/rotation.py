@@ -1,8 +1,8 @@
 """Choose the rotating tests of the day GRPO_DAY (an integer), which `make e2e-today` sets.
 
-Whole runs take minutes. `make e2e` runs all tests marked `rotating`. CI runs a third per day of those that inject a
-`fault`, and a sixth of the others, after all other tests. It starts none of them after GRPO_ROTATE_UNTIL (seconds
-since 1970): on a slow machine they run on another day.
+Whole runs take minutes. `make e2e` runs all tests marked `rotating`. On each day, CI runs half of those that
+inject a `fault` and a quarter of the others, after all other tests. It starts none of them after GRPO_ROTATE_UNTIL
+(seconds since 1970): on a slow machine they run on another day.
 
 The day's files begin with those that the last commits concern, newest first. A commit concerns the test files that it
 changes, and the test files with a word of its source files in their path: `src/grpo_recipes/weights/lora.py` concerns
@@ -24,7 +24,7 @@ COMMITS = 40  # older commits do not change the order
 ALL_OF = 5  # commits of which each rotating test runs
 SWEEP = 20  # a commit with more files, such as a renaming, concerns no test more than another
 COMMON_WORDS = {"", "src", "grpo", "recipes", "grpo_recipes", "extensions", "tests", "test", "e2e"}
-DAYS_OF_FAULTS, DAYS_OF_OTHERS = 3, 6
+DAYS_OF_FAULTS, DAYS_OF_OTHERS = 2, 4
 TIME_IS_OVER = "the time of today's rotating tests is over: make e2e runs all"
 ROTATES = (pytest.mark.slow, pytest.mark.rotating)  # marks of a parameter that takes many seconds
 

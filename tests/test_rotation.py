@@ -60,12 +60,12 @@ def test_every_test_runs_on_one_of_the_days(days) -> None:
     whole, shares = days
     assert len(shares) == DAYS_OF_OTHERS
     assert len(whole) > DAYS_OF_OTHERS and set.union(*shares) == whole
-    assert all(len(share) <= len(whole) / 2 for share in shares)
+    assert all(len(share) <= len(whole) / 2 + 1 for share in shares)
 
 
 def test_all_faults_run_within_fewer_days(days) -> None:
     whole, shares = days
-    first, second = set.union(*shares[:DAYS_OF_FAULTS]), set.union(*shares[DAYS_OF_FAULTS:])
+    first, second = set.union(*shares[:DAYS_OF_FAULTS]), set.union(*shares[-DAYS_OF_FAULTS:])
     faults = {name for name in whole if "test_kill_9" in name or "test_faults.py" in name}
     assert len(faults) > 5 and faults <= first and faults <= second
 
