@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib.metadata
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,16 @@ LONGEST = (
     "trainers/test_exact_resume.py", "docs", "trainers", "evidence", "bench", "data", "fetch", "launch",
     "setup", "evaluate", "test_wrong_recipes.py",
 )  # fmt: skip
+
+_COMPILING_SECONDS = 600  # more than DeepSpeed needs to compile an operator
+
+
+def pytest_sessionstart() -> None:
+    """Remove the locks of killed tests from the cache of compiled operators. DeepSpeed waits for them without end."""
+    for lock in (Path(__file__).parents[1] / ".cache" / "torch_extensions").glob("*/lock"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - lock.stat().st_mtime > _COMPILING_SECONDS:
+                lock.unlink()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
