@@ -53,7 +53,7 @@ def test_no_command_before_a_launch_imports_torch(arguments, tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "most"),
-    [(["check", SMOKE], 100), (["plan", SMOKE], 135), (["launch", SMOKE, "--dry-run"], 160)],
+    [(["check", SMOKE], 100), (["plan", SMOKE], 135), (["launch", SMOKE, "--dry-run"], 165)],
     ids=["check", "plan", "launch"],
 )
 @on_cpu

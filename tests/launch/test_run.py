@@ -343,8 +343,8 @@ import json, os, pathlib, time
 run = pathlib.Path(os.environ["GRPO_RUN_DIR"])
 path = run / "processes/server_state.json"
 state = json.loads(path.read_text())["state"] if path.exists() else "none"
-with (run / "toy").open("a") as file:
-    file.write(f"{state}\\n")
+with (run / "toy").open("ab", buffering=0) as file:
+    file.write(f"{state}\\n".encode())
 time.sleep(300)
 """
 
@@ -357,7 +357,10 @@ def toy(tmp_path: Path, on_loss: OnLoss) -> Process:
 
 def kill_toy(run: FakeRun) -> None:
     run.wait_for_step(2)
-    run.wait_until(lambda: run.records("toy")[0])  # trainers do not wait for it on a busy machine
+    # Trainers do not wait for it on a busy machine.
+    run.wait_until(
+        lambda: run.records("toy")[0] and (run.folder / "toy").is_file() and (run.folder / "toy").read_text()
+    )
     run.kill("toy")
 
 

@@ -16,13 +16,13 @@ from grpo_recipes.runs.rundir import Run, write_json
     ("cause", "expected_advice"),
     [
         ("rank 0: OSError: [Errno 28] No space left on device", "free space"),
-        ("the vLLM server died before it was ready", "grpo check --deep runs/"),
+        ("the vLLM server died before it was ready", "grpo check --deep recipe.yaml"),
         ("the vLLM server was not ready after 600 s (vllm_server_timeout)", "raise vllm_server_timeout"),
         (
             "port 8000 was taken by another process (pid 5) while the server started",
             "launch again to use another port (grpo launch ",
         ),
-        ("rank 0: TooManyWithoutVerdict: 60% of the completions", "grpo check-rewards runs/"),
+        ("rank 0: TooManyWithoutVerdict: 60% of the completions", "grpo check-rewards recipe.yaml"),
         (
             "rank 0: TooManyWithoutVerdict: 60% are unscored. Reward 'environment' gave no score for 9 of 9",
             "fix the environment and add --update-rewards to the resume",
@@ -50,7 +50,7 @@ def test_a_cause_has_its_advice(make_run, cause, expected_advice):
 def test_a_known_cause_reads_no_file_of_the_run(make_run):
     run = make_run(cause="the vLLM server died before it was ready")
     (run.folder / "recipe.yaml").write_text("a: [")
-    assert f"grpo check --deep runs/{run.folder.name}/recipe.yaml" in advice(Run(run.folder), run.cause)
+    assert "grpo check --deep recipe.yaml" in advice(Run(run.folder), run.cause)
     (run.folder / "plan.json").write_text("{")
     (run.folder / "run.json").write_text("{")
     assert f"(grpo launch runs/{run.folder.name}/recipe.yaml)" in advice(Run(run.folder), "port 5 was taken")
@@ -112,7 +112,7 @@ def failed(make_run, tmp_path):
 def test_after_a_reward_failed_a_resume_takes_the_edited_file(failed, tmp_path):
     run = failed(RAISED)
     resume = f"grpo launch --resume runs/{run.folder.name} --update-rewards"
-    tried = f"(grpo check-rewards runs/{run.folder.name}/recipe.yaml), then"
+    tried = "(grpo check-rewards recipe.yaml), then"
     assert advice(run, run.cause) == f"fix own.py (the run uses a copy) {tried} {resume}"
     assert ending(run).fix == advice(run, run.cause), "doctor says it too"
     assert reward_fix(run, run.cause) == advice(run, run.cause), "the report shows it too"
@@ -132,10 +132,10 @@ def test_without_a_checkpoint_a_new_launch_is_advised(failed):
     [
         ("most often: time limit (9)", "or raise reward_timeout (--reward_timeout N), then"),
         ("most often: no answer from its server (URLError: <urlopen error [Errno 111] Connection refused>) (9)",
-         "start the server that own.py calls, or correct its address (grpo check-rewards RUN/recipe.yaml), "
+         "start the server that own.py calls, or correct its address (grpo check-rewards recipe.yaml), "
          "then grpo launch --resume RUN"),
         ("KeyError: 'KEY'; it runs isolated, without this variable: set reward_environment: [KEY] (9)",
-         "export KEY before the launch (grpo check-rewards RUN/recipe.yaml), then grpo launch --resume RUN "
+         "export KEY before the launch (grpo check-rewards recipe.yaml), then grpo launch --resume RUN "
          "--reward_environment KEY"),
     ],
 )  # fmt: skip
@@ -148,8 +148,7 @@ def test_what_ended_most_calls_decides_the_advice(failed, causes, expected_advic
 
 def test_of_a_module_there_is_no_copy_to_update(make_run):
     run = make_run(cause=RAISED.replace("own.py:score", "json:dumps"), reward_funcs=["json:dumps"])
-    test = f"grpo check-rewards runs/{run.folder.name}/recipe.yaml"
-    assert advice(run, run.cause).startswith(f"fix json ({test}), then start a new run")
+    assert advice(run, run.cause).startswith("fix json (grpo check-rewards recipe.yaml), then start a new run")
 
 
 def test_the_cause_counts_before_what_stands_in_a_log(make_run):

@@ -20,6 +20,7 @@ from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.launch import run as launch_run
 from grpo_recipes.launch.attempt import Attempt
 from grpo_recipes.launch.processes import Ending, find_rank_pids
+from grpo_recipes.launch.verification import Verification
 from grpo_recipes.runs.checkpoints import find_newest_complete, publish_checkpoint
 from grpo_recipes.runs.progress import read_phases
 from grpo_recipes.runs.rundir import read_json
@@ -156,6 +157,8 @@ def ask(folder: Path, patch: pytest.MonkeyPatch, name: str, damage: Damage, argv
     copy, checkpoints = folder / "copy" / "run", []
 
     def fake_supervise(attempt: Attempt, stop: object) -> Ending:
+        with Verification(attempt.run.folder / "checkpoints") as verification:
+            verification.wait(lambda: None)
         checkpoints.append(find_newest_complete(attempt.run.folder / "checkpoints"))
         attempt.scratch.remove()
         return Ending(EXIT_STOPPED, "rank 0: stopped on request")
