@@ -45,6 +45,7 @@ FILES: dict[str, str] = {
     "trainers/test_tool_ranks.py": ENVIRONMENTS,
     "trainers/test_tools.py": ENVIRONMENTS,
     "trainers/test_trl_environments.py": ENVIRONMENTS,
+    "trainers/test_trl_examples.py": ENVIRONMENTS,
     "trainers/test_iterations.py": OFFLINE,
     "trainers/test_offline_training.py": OFFLINE,
     "trainers/test_without_wandb.py": OFFLINE,
