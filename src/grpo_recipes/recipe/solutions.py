@@ -13,7 +13,7 @@ from grpo_recipes.recipe.registry import rewards
 from grpo_recipes.recipe.sources import Lookup
 from grpo_recipes.recipe.user_code import find_run_copy, function_source, names_read_by, required_parameters
 
-_ANSWER = "answer"  # the trainer's own name for the solution
+_ANSWER = "answer"  # the trainer's name for the solution
 
 
 def requires_solutions(lookup: Lookup, columns: Collection[str]) -> bool:
@@ -27,7 +27,7 @@ def requires_solutions(lookup: Lookup, columns: Collection[str]) -> bool:
         """Return whether a reward fails without a solution; False if its source does not show it."""
         if (entry := rewards().get(spec)) is not None:
             return entry.reads_solution(lookup) and not set(entry.instead_of_solution) & set(columns)
-        function = function_source(spec, find_run_copy(spec, lookup)) if ":" in spec else None
+        function = _find_function(spec, lookup)
         return bool(function and names & {*required_parameters(function), *_list_subscripts(function)})
 
     return any(map(requires, lookup("reward_funcs")))
@@ -44,10 +44,15 @@ def reads_solutions(lookup: Lookup) -> bool:
         """Return whether a reward may read solutions."""
         if (entry := rewards().get(spec)) is not None:
             return entry.reads_solution(lookup)
-        function = function_source(spec, find_run_copy(spec, lookup)) if ":" in spec else None
+        function = _find_function(spec, lookup)
         return ":" in spec and (function is None or bool(names & names_read_by(function)) or _passes_on(function))
 
     return any(map(reads, lookup("reward_funcs")))
+
+
+def _find_function(spec: str, lookup: Lookup) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """Return the source of a user's reward, from the run's copy if it has one; None if there is no source to read."""
+    return function_source(spec, find_run_copy(spec, lookup)) if ":" in spec else None
 
 
 def _list_names(lookup: Lookup) -> set[str]:

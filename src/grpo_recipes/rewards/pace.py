@@ -37,5 +37,5 @@ class Pace:
             self.extra_for_first = min(self.most_extra, 2 * self.slowest_first)
 
     def allow_imports(self, seconds: float) -> None:
-        """Let first calls exceed the time limit by this time, or by more if they may already."""
+        """Give first calls at least this many seconds beyond the time limit."""
         self.most_extra = self.extra_for_first = max(self.most_extra, seconds)

@@ -1,6 +1,6 @@
 """The dataset ``trl:reset``: empty prompts, for TRL environments whose ``reset`` makes the prompt.
 
-TRL trains on such placeholders if it has no dataset. No torch.
+TRL trains on such placeholders if it has no dataset. This module imports no torch.
 """
 
 from grpo_recipes.recipe.generated import GeneratedData, Lookup, Row
