@@ -28,7 +28,7 @@ WORK = {
     "completions": 8, "sequence": 1536, "completion": 1024,
     "vllm_max_model_length": 2048, "vllm_max_num_seqs": 840, "bridge": "nccl", "vllm_tensor_parallel_size": 1,
     "vllm_gpu_memory_utilization": 0.9, "vllm_enable_sleep_mode": False, "gpu_shared": False, "fsdp_cpu_offload": False,
-    "replicas": 1, "teacher": {}, "reward_models": [],
+    "replicas": 1, "teacher": {}, "reward_models": [], "cpu_kv_cache": GIB,
 }  # fmt: skip
 P = WORK["parameters"]
 LAYER_SIDES = 7 * 3584 + 2 * (28 + 4) * 128 + 3 * 18944  # inputs and outputs of the linear layers
@@ -91,6 +91,13 @@ def test_vllm_inside_a_trainer_on_cpu_adds_its_cache_and_weights_alone():
     apart, inside = (work(device="cpu", mode=mode, bridge=None).server() for mode in ("server", "colocate"))
     assert apart.pop("libraries") > inside.pop("libraries") == 0
     assert apart == inside and inside["KV cache"] == GIB
+
+
+def test_the_server_on_cpu_has_the_kv_cache_of_the_recipe(planned, read, tmp_path):
+    """``vllm_args`` sets its size."""
+    keys = {"model_name_or_path": str(model_folder(tmp_path, QWEN_7B)), "vllm_args": {"kv_cache_memory_bytes": 2**29}}
+    plan = planned(device="cpu", **keys)
+    assert Workload.of(read(**keys), plan).server()["KV cache"] == 2**29
 
 
 def test_three_sizes_were_measured():

@@ -42,7 +42,8 @@ from grpo_recipes.recipe.vllm_flags import flag_words
 from grpo_recipes.runs.rundir import SYNC_FOLDER
 
 LOGS = "logs"  # folder of the logs if the variable LOGDIR is not set
-CPU_KV_CACHE_GIB = 1
+_CPU_KV_CACHE_GIB = 1
+_KV_CACHE_BYTES = "kv_cache_memory_bytes"  # flag in vllm_args
 _HUB_LOGIN = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH")
 _KEEP_ALIVE_SECONDS = 30 * 24 * 3600
 _COLOCATED_SHARE = 0.3  # default fraction of a GPU's memory for vLLM if a trainer uses the same GPU
@@ -244,6 +245,8 @@ def _plan_server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], nam
     for part in load_roles():
         variables |= part.server_variables(recipe, names)
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(plan.server_gpus)
+    if plan.device == "cpu" and (recipe.server.args or {}).get(_KV_CACHE_BYTES):
+        variables["VLLM_CPU_KVCACHE_SPACE"] = ""  # a number would override the recipe's flag
     if plan.device == "cpu" and recipe.server.tensor_parallel_size * plan.replicas > 1:
         # By default vLLM requires a NUMA node for each worker.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = environment.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -268,6 +271,11 @@ def _plan_server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], nam
         "server", argv, variables, plan.server_gpus, log, ready="serving", on_loss=on_loss,
         renewed=plan.bridge == "restart", with_trainers=not reconnects,
     )  # fmt: skip
+
+
+def cpu_kv_cache_bytes(recipe: Recipe) -> int:
+    """Return the bytes of vLLM's KV cache on CPU: the recipe's flag in ``vllm_args``, or a default."""
+    return int((recipe.server.args or {}).get(_KV_CACHE_BYTES) or _CPU_KV_CACHE_GIB * 2**30)
 
 
 def measure_weights(model: str) -> int:
@@ -296,7 +304,7 @@ def vllm_environment(device: str, environment: Mapping[str, str]) -> dict[str, s
         variables[FLASHINFER_SAMPLER] = environment.get(FLASHINFER_SAMPLER, "0")
     if device == "cpu":
         # Compiling the sampler takes longer than all generations of a smoke run.
-        variables |= {"VLLM_CPU_KVCACHE_SPACE": str(CPU_KV_CACHE_GIB), "TORCHDYNAMO_DISABLE": "1"}
+        variables |= {"VLLM_CPU_KVCACHE_SPACE": str(_CPU_KV_CACHE_GIB), "TORCHDYNAMO_DISABLE": "1"}
     return variables
 
 
