@@ -48,6 +48,7 @@ def test_each_start_of_a_server_has_its_own_seed(fake_run: Callable[..., FakeRun
         ready(2)
 
     assert run.then(train).end() == Ending(0)
+    assert seeds[0] == "7"  # as shown in the plan
     assert len(set(seeds)) == 2 and all(0 <= int(seed) < 2**31 for seed in seeds)
 
 
@@ -56,7 +57,8 @@ def test_a_seed_depends_on_the_run_the_attempt_and_the_start() -> None:
         server = Process("server", ["vllm", "--seed", str(seed), "--port", "1"], {}, (), "log", ready="serving")
         return seed_of(with_server_seed(server, *numbers).argv)
 
-    assert start(1, 0, 1) == start(1, 0, 1)
-    assert len({start(1, 0, 1), start(1, 0, 2), start(1, 6, 1), start(2, 0, 1)}) == 4
+    assert start(1, 0, 1) == "1"
+    assert start(1, 0, 2) == start(1, 0, 2)
+    assert len({start(1, 0, 1), start(1, 0, 2), start(1, 6, 1), start(2, 0, 1), start(2, 0, 2)}) == 5
     trainer = Process("trainer", ["train", "--seed", "3"], {}, (), "log")
     assert with_server_seed(trainer, 0, 1) == trainer

@@ -7,6 +7,7 @@ from grpo_recipes.plan.types import Process
 
 _PORT_FLAGS = ("--port", "--vllm_server_port")  # the server's flag and the trainers' flag
 _SEED_FLAG = "--seed"
+FIRST_START = (0, 1)  # the step from which the attempt trains, and the number of the server in this attempt
 
 
 def with_server_port(process: Process, host: str, old_port: int, port: int) -> Process:
@@ -28,9 +29,10 @@ def with_server_seed(process: Process, *start: int) -> Process:
     """Return the server with its seed replaced by a hash of the seed and ``start``, numbers that identify this start.
 
     vLLM draws the noise of requests without a seed from the server's seed. With an equal seed, a restarted server would
-    repeat the noise of earlier steps. Other processes, and servers without a seed, are returned unchanged.
+    repeat the noise of earlier steps. A run's first start has the seed of its plan. Other processes, and servers
+    without a seed, are returned unchanged, too.
     """
-    if process.ready != "serving" or _SEED_FLAG not in process.argv:
+    if process.ready != "serving" or _SEED_FLAG not in process.argv or start == FIRST_START:
         return process
     index = process.argv.index(_SEED_FLAG) + 1
     text = "/".join([process.argv[index], *map(str, start)])
