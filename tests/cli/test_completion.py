@@ -83,6 +83,8 @@ def test_commands_options_keys_values_and_files(offered):
     assert offered("grpo", "check", "mine.yaml", "--task", "") == {"grpo", "maxent"}
     assert offered("grpo", "plan", "mine.yaml", "--use_peft", "t") == {"true"}
     assert offered("grpo", "plan", "mine.yaml", "--weight_sync", "=", "f") == {"file"}
+    assert offered("grpo", "check", "--report_to", "t") == {"tensorboard", "trackio"}
+    assert {"none", "wandb"} < offered("grpo", "sweep", "mine.yaml", "report_to", "=", "")
     assert offered("grpo", "plan", "--max_steps", "") == set()  # the value is any number
     assert offered("grpo", "keys", "lora_t") == {key for key in catalogue() if key.startswith("lora_t")}
     assert offered("grpo", "stop", "--now", "la") == {"last"}

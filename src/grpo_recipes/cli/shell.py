@@ -7,7 +7,7 @@ from grpo_recipes.launch.submission import PROFILES
 from grpo_recipes.paths import find_code_root
 from grpo_recipes.recipe.document import UNSET
 from grpo_recipes.recipe.keys import catalogue, run_root
-from grpo_recipes.recipe.rules import unsupported_keys
+from grpo_recipes.recipe.rules import REPORTERS, unsupported_keys
 
 # zsh runs the script in its emulation of bash. If the script offers no words, both shells complete file names.
 _SCRIPT = """# {shell}: source <(grpo completion {shell})
@@ -64,6 +64,7 @@ def completion(options: argparse.Namespace) -> int:
     choices: dict[str, tuple[str, ...]] = {}  # flag -> choices, of options first and then of recipe keys
     for names, settings in all_options:
         choices |= {name: tuple(settings["choices"]) for name in names if name[0] == "-" and "choices" in settings}
+    choices["--report_to"] = REPORTERS
     for name, entry in catalogue().items():
         if values := _TRUTH if entry["type"] == "bool" else entry.get("choices"):
             choices.setdefault(f"--{name}", tuple(map(str, values)))
