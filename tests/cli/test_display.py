@@ -10,6 +10,7 @@ import pytest
 from grpo_command import run_grpo
 from in_terminal import COLOR, run_in_terminal
 
+from grpo_recipes.cli.display import _wrap
 from grpo_recipes.paths import find_code_root
 
 SMOKE = str(find_code_root() / "recipes/smoke/grpo.yaml")
@@ -72,6 +73,44 @@ def test_the_next_command_of_a_run_is_one_line(tmp_path: Path) -> None:
     lines = COLOR.sub("", run_in_terminal(80, "status", str(tmp_path))).splitlines()
     assert lines[-1] == f"next     {command}"
     assert max(len(line) for line in lines if "a word" in line) <= 80
+
+
+def test_a_command_in_a_fix_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "recipe.yaml").write_text("")
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "failed", "cause": "RewardFailed: my_reward"}))
+    command = f"grpo check-rewards {tmp_path}/recipe.yaml"
+    for width in (len(command), len(command) + 20):
+        lines = COLOR.sub("", run_in_terminal(width, "status", str(tmp_path))).splitlines()
+        index = next(index for index, line in enumerate(lines) if line.startswith("fix "))
+        assert lines[index : index + 2] == ["fix      fix the reward named there; test it with", f"         {command}"]
+
+
+def test_a_command_in_a_note_of_a_plan_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("base: recipes/smoke/grpo.yaml\nmodel_name_or_path: somebody/not-on-this-machine\n")
+    command = f"grpo fetch {path}"
+    lines = COLOR.sub("", run_in_terminal(80, "plan", str(path))).splitlines()
+    index = lines.index(f"{' ' * 11}{command}")
+    assert lines[index - 1].endswith("not on this machine;") and lines[index + 1].strip() == "downloads it"
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("wait, or use (grpo launch --resume /runs/a) now", ["wait, or use", "grpo launch --resume /runs/a", "now"]),
+        ("run grpo check --deep a.yaml, which tries it", ["run", "grpo check --deep a.yaml", "which tries it"]),
+        (
+            "A=b bash scripts/setup.sh --rebuild; it takes long",
+            ["A=b bash scripts/setup.sh --rebuild", "it takes long"],
+        ),
+        ("it is free: grpo status run-1 shows it", ["it is free:", "grpo status run-1", "shows it"]),
+        ("more words with grpo doctor", ["more words with", "grpo doctor"]),
+        ("try 'a b', c or grpo keys", ["try 'a b', c or", "grpo keys"]),
+    ],
+)
+def test_a_command_that_does_not_fit_has_its_own_line(text: str, lines: list[str]) -> None:
+    assert _wrap(text, 22) == lines
 
 
 def test_a_plan_begins_with_the_verdict_in_color() -> None:

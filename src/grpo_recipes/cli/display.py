@@ -25,6 +25,15 @@ if TYPE_CHECKING:
 _INDENT = 2
 _LEAST_TEXT = 32  # characters of a table's last column
 _MOST_COLUMNS = 40  # characters of a line in which its text begins
+# A command in a text: a program with the flags, values and paths behind it. A plain word or a comma ends it.
+_COMMAND = re.compile(
+    r"""(?<!\S)\(?(
+    (?:cd\ \S+\ &&\ )?(?:[A-Z_]+=\S+\ )*
+    (?:grpo\ [a-z][a-z-]+|sbatch\b|bash\b|make\b|export\b|(?:uv\ )?pip\ install\ (?:'[^']*'|[^\s,;]+))
+    (?:\ (?:--?[\w-]+(?:[ =](?:'[^']*'|[^-\s]\S*(?<![,;:.)])))?  # a flag, with its value
+        |'[^']*'|(?=\S*[/.=_A-Z0-9])\S*(?<![,;:.)])|setup|last))*)""",
+    re.VERBOSE,
+)
 _STYLES = (  # pattern in a line -> style
     (r"Fix: .*|-> .*", "green"),
     (r"does not fit\b|^PROBLEM|\bfailed\b|\blost\b|\bdamaged\b", "bold red"),
@@ -77,7 +86,7 @@ def print_labelled(lines: Sequence[str], label_width: int) -> None:
     """Print lines that begin with a label of ``label_width`` characters and a space.
 
     In a terminal, labels are dim, long texts continue below their beginning, and states, problems and fixes have
-    colors. JSON, a variable and a command are not broken, so that they can be copied.
+    colors. JSON, a variable and commands are not broken, so that they can be copied.
     """
     if not is_terminal(sys.stdout):
         print(*lines, sep="\n")
@@ -94,10 +103,11 @@ def print_labelled(lines: Sequence[str], label_width: int) -> None:
         for pattern, style in _STYLES:
             text.highlight_regex(pattern, style)
         can_break = len(line) > console.width > 2 * start and not re.match(r"\[|\w+=|grpo ", text.plain)
-        parts = text.wrap(console, console.width - start) if can_break else [text]
-        for number, part in enumerate(parts):
-            part.rstrip()
-            console.print(Text.assemble(" " * start if number else columns, part), soft_wrap=True)
+        end = 0
+        for number, part in enumerate(_wrap(text.plain, console.width - start) if can_break else [text.plain]):
+            begin = text.plain.index(part, end)
+            end = begin + len(part)
+            console.print(Text.assemble(" " * start if number else columns, text[begin:end]), soft_wrap=True)
 
 
 def print_table(rows: Sequence[Sequence[str]], title: str = "", space: bool = False) -> None:
@@ -137,5 +147,13 @@ def make_console(stream: TextIO) -> Console:
 
 
 def _wrap(text: str, width: int) -> list[str]:
-    """Break a text at spaces into lines of at most ``width`` characters; longer words are kept whole."""
-    return textwrap.wrap(text, max(width, 20), break_long_words=False, break_on_hyphens=False) or [""]
+    """Break a text at spaces into lines of at most ``width`` characters. Longer words are kept whole.
+
+    A command that would be broken gets a line of its own, without the punctuation around it.
+    """
+    lines = textwrap.wrap(text, max(width, 20), break_long_words=False, break_on_hyphens=False) or [""]
+    for match in _COMMAND.finditer(text):
+        if not any(match[1] in line for line in lines):
+            before, after = text[: match.start(1)].rstrip(" ("), text[match.end() :].lstrip("),;:. ")
+            return [*(_wrap(before, width) if before else []), match[1], *(_wrap(after, width) if after else [])]
+    return lines
