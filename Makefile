@@ -4,6 +4,7 @@ SHELL := /bin/bash
 ENV_DIR ?= .venv
 BIN := $(abspath $(ENV_DIR))/bin
 PYTEST_ARGS ?=
+LAST_START ?= # seconds since 1970, after which make e2e starts no test
 WORKERS ?= 2
 DOCS_ADDRESS ?= 127.0.0.1:8088
 # Every test that runs is recorded, for make coverage.
@@ -15,13 +16,9 @@ SLOW = -m "slow and not soak" --durations 12
 # quick tests beside it.
 ALONE_FILES = tests/e2e $$(grep -rl "mark.alone" tests --include="test_*.py" --exclude-dir=e2e)
 NONE_CHOSEN = 5
-# The tests of these folders and files import torch. They and the others run at the same time, each in WORKERS
-# processes: a process of pytest-xdist imports every file that its pytest collects, so each process then imports half
-# of the files. The output of the first is printed after the second.
-TORCH = $(addprefix tests/,algorithms data evaluate evidence rollouts server trainers weights atropos bench \
-	console/test_eval.py console/test_generate.py docs/test_episode_drawing.py docs/test_tables.py extensions/problems \
-	extensions/sft)
-TORCH_OUTPUT = $(dir $(RAN_TESTS))torch-tests.txt
+# Tests that need no extension run in a copy without extensions, at the same time as the others. Each part has WORKERS
+# processes. The output of the first is printed after the second.
+CORE_OUTPUT = $(dir $(RAN_TESTS))core-tests.txt
 AT_ONCE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Two whole runs at a time if each can have a private network (tests/private_network.py), else one.
 RUNS_AT_ONCE ?= $(shell unshare --net true 2>/dev/null && echo 2 || echo 1)
@@ -30,7 +27,7 @@ EXACT = $(abspath bench/results/exact_resume.jsonl)
 EXACT_TESTS = tests/trainers/test_exact_resume.py tests/e2e/test_exact_ranks.py
 SHELL_FILES = $$(git ls-files --cached --others --exclude-standard "*.sh" "*.slurm" .ci/run)
 
-.PHONY: help setup smoke test e2e e2e-today soak exact coverage mutants docs docs-serve maxent gpu evidence lint format keys clean lock
+.PHONY: help setup smoke test e2e soak exact coverage mutants docs docs-serve maxent gpu evidence lint format keys clean lock
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -45,17 +42,17 @@ smoke:  ## set up and run the smoke recipe
 test: setup  ## quick tests: most in four processes, then one by one those that measure seconds
 	@mkdir -p $(dir $(RAN_TESTS)) && date '+started %s' >$(RAN_TESTS)
 	@failed=; trap '[ -z "$$!" ] || kill $$!' INT; \
-	$(if $(PYTEST_ARGS),,$(PYTEST) $(QUICK) and not alone" $(AT_ONCE) $(TORCH) >$(TORCH_OUTPUT) 2>&1 & ) \
-	$(PYTEST) $(QUICK) and not alone" $(AT_ONCE) $(or $(PYTEST_ARGS),$(TORCH:%=--ignore=%)) || [ $$? = $(NONE_CHOSEN) ] || failed=1; \
-	$(if $(PYTEST_ARGS),,wait $$! || failed=1; cat $(TORCH_OUTPUT); ) \
+	$(if $(PYTEST_ARGS),,GRPO_TEST_PART=core $(BIN)/python tests/core_alone.py \
+		env $(PYTEST) $(QUICK) and not alone" $(AT_ONCE) >$(CORE_OUTPUT) 2>&1 & ) \
+	$(if $(PYTEST_ARGS),,GRPO_TEST_PART=above) $(PYTEST) $(QUICK) and not alone" $(AT_ONCE) $(PYTEST_ARGS) || \
+		[ $$? = $(NONE_CHOSEN) ] || failed=1; \
+	$(if $(PYTEST_ARGS),,wait $$! || failed=1; cat $(CORE_OUTPUT); ) \
 	$(PYTEST) $(QUICK) and alone" $(or $(PYTEST_ARGS),$(ALONE_FILES)) || [ $$? = $(NONE_CHOSEN) ] || failed=1; \
 	[ -z "$$failed" ]
 
 e2e: setup  ## tests of whole runs, with a real Slurm if it is installed
-	GRPO_PRIVATE_NETWORK=1 GRPO_FORK_RUNS=1 $(PYTEST) $(SLOW) $(RUNS) $(PYTEST_ARGS)
-
-e2e-today: setup  ## the whole runs that CI makes today: some tests have one day of four
-	GRPO_PRIVATE_NETWORK=1 GRPO_FORK_RUNS=1 GRPO_RAN_TESTS=$(RAN_TESTS) $(BIN)/python tests/today.py $(SLOW) $(RUNS) $(PYTEST_ARGS)
+	@mkdir -p $(dir $(RAN_TESTS))
+	GRPO_PRIVATE_NETWORK=1 GRPO_FORK_RUNS=1 GRPO_LAST_START=$(LAST_START) $(PYTEST) $(SLOW) $(RUNS) $(PYTEST_ARGS)
 
 soak: setup  ## stop and kill jobs on a real Slurm for half an hour; adds to bench/results/soak.jsonl
 	GRPO_SOAK_RESULT=$(abspath bench/results/soak.jsonl) $(BIN)/python -m pytest -m soak $(PYTEST_ARGS)

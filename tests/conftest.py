@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import yaml
+from core_alone import ALONE
 from hypothesis import settings
-from needs import deleted, left_out_files, needs_deleted
+from needs import deleted, ignore_file, ignore_test
 from private_network import pytest_configure
 from ran_tests import pytest_runtest_logreport
-from rotation import leave_out_other_days, skip_where_time_is_over
+from whole_runs import leave_out_if_late, sort_key
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.plan.devices import Node, Resources
@@ -31,8 +32,6 @@ from grpo_recipes.recipe.check import check
 from grpo_recipes.slurm.client import SlurmJob
 
 __all__ = ["pytest_configure", "pytest_runtest_logreport"]
-
-collect_ignore_glob = left_out_files()
 
 # accelerate parses the metadata of PEFT and DeepSpeed in each training step, and TRL lists all installed packages.
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
@@ -54,16 +53,17 @@ RIGHT = {
     "vllm_max_model_length": 2048,
 }
 
-LONGEST = (
-    "trainers/test_exact_resume.py", "docs", "trainers", "evidence", "bench", "data", "fetch", "launch",
-    "setup", "evaluate", "test_wrong_recipes.py",
-)  # fmt: skip
-
 _COMPILING_SECONDS = 600  # more than DeepSpeed needs to compile an operator
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out files and folders whose tests do not belong to this run."""
+    return True if ignore_file(collection_path) else None
 
 
 def pytest_sessionstart() -> None:
     """Remove the locks of killed tests from the cache of compiled operators. DeepSpeed waits for them without end."""
+    assert bool(os.environ.get(ALONE)) <= bool(deleted()), "core_alone.py has deleted nothing"
     for lock in (Path(__file__).parents[1] / ".cache" / "torch_extensions").glob("*/lock"):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - lock.stat().st_mtime > _COMPILING_SECONDS:
@@ -71,16 +71,11 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose the day's tests, and begin with those that take longest: the processes then end about together."""
-    first = [Path(__file__).parent / name for name in LONGEST]
-    items.sort(
-        key=lambda item: next((at for at, path in enumerate(first) if item.path.is_relative_to(path)), len(first))
-    )
-    leave_out_other_days(config, items)
-    if deleted():
-        left_out = [item for item in items if needs_deleted(item.name, getattr(item, "originalname", item.name))]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    """Leave out tests of another part of `make test`, and sort the others."""
+    items.sort(key=lambda item: sort_key(item.path))
+    ignored = {item for item in items if ignore_test(item.path, item.name, getattr(item, "originalname", item.name))}
+    config.hook.pytest_deselected(items=list(ignored))
+    items[:] = [item for item in items if item not in ignored]
 
 
 def pytest_collection_finish() -> None:
@@ -90,8 +85,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Start no rotating test when the time is over."""
-    skip_where_time_is_over(item)
+    """Start no slow test when the time of CI is over."""
+    leave_out_if_late(item)
 
 
 @pytest.fixture(autouse=True)

@@ -1,15 +1,22 @@
 """Tests outside of tests/extensions and tests/console that need an extension, or the whole repository.
 
-``tests/conftest.py`` leaves them out if the extension is deleted. ``WHOLE`` marks tests of the repository itself, for
-example of its ledgers and shipped recipes. They are left out if anything is deleted.
+``tests/conftest.py`` leaves them out if the extension is deleted, and in the part "core" of `make test`. The part
+"above" has these tests and those of the two folders. ``WHOLE`` marks tests of the repository itself, for example of its
+ledgers and shipped recipes. They are left out if anything is deleted.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import functools
+import os
 from pathlib import Path
+
+from core_alone import ABOVE
 
 import grpo_recipes
 
+HERE = Path(__file__).parent
 ATROPOS, ENVIRONMENTS = "extensions.atropos", "extensions.environments"
 OFFLINE, MIGRATE, PROBLEMS = "extensions.offline", "extensions.migrate", "extensions.problems"
 CODE, COLOCATED, JUDGE = "extensions.code", "extensions.colocated", "extensions.judge"
@@ -49,13 +56,12 @@ FILES: dict[str, str] = {
     "trainers/test_iterations.py": OFFLINE,
     "trainers/test_offline_training.py": OFFLINE,
     "trainers/test_without_wandb.py": OFFLINE,
-    "recipe/test_migrate.py": MIGRATE,
     "recipe/test_check_publishing.py": CONSOLE,
     **dict.fromkeys(
         (
             "bench", "docs", "e2e", "evidence", "setup", "slurm/test_profile_script.py", "recipe/test_schema.py",
             "recipe/test_recipes.py", "test_advice.py", "test_guide_rows.py", "test_ledgers.py", "test_mutants.py",
-            "test_packages.py", "test_public_files.py", "test_repository.py", "test_rotation.py",
+            "test_needs.py", "test_packages.py", "test_public_files.py", "test_repository.py", "test_whole_runs.py",
             "test_wrong_recipes.py",
         ),
         WHOLE,
@@ -109,21 +115,44 @@ TESTS: dict[str, str] = {
 }  # fmt: skip
 
 
+# Of `make test`: "core", "above", or None for all tests. A pytest that a test starts runs all of its tests.
+PART = os.environ.pop("GRPO_TEST_PART", None) if "PYTEST_XDIST_WORKER" in os.environ else None
+
+
 def deleted() -> set[str]:
     """Return the extensions and the console if they are deleted; ``WHOLE`` if any of them is."""
     package = Path(grpo_recipes.__file__).parent
-    names = (ATROPOS, ENVIRONMENTS, OFFLINE, MIGRATE, PROBLEMS, CODE, COLOCATED, JUDGE, SFT, CONSOLE)
-    missing = {name for name in names if not (package / name.replace(".", "/")).is_dir()}
+    missing = {name for name in ABOVE if not (package / name.replace(".", "/")).is_dir()}
     return {*missing, WHOLE} if missing else set()
 
 
-def left_out_files() -> list[str]:
-    """Return the globs of files that need something deleted."""
-    missing = deleted()
-    folders = [f"{name.replace('.', '/')}" for name in missing - {WHOLE}]
-    return [*(glob for glob, name in FILES.items() if name in missing), *folders]
+@functools.cache
+def left_out() -> set[str]:
+    """Return what tests must not need: all that is deleted, and everything in the part of the core."""
+    return {*ABOVE, WHOLE} if PART == "core" else deleted()
 
 
-def needs_deleted(*names: str) -> bool:
-    """Return whether a test, by its name with or without parameters, needs something deleted."""
-    return any(TESTS.get(name) in deleted() for name in names)
+def ignore_file(path: Path) -> bool:
+    """Return whether no test of a file or folder below tests/ belongs to this run."""
+    if PART == "above" and path.suffix == ".py":
+        return not _needed_by_file(path) and not any(name in path.read_text() for name in _NAMES)
+    return bool(_needed_by_file(path) & left_out())
+
+
+def ignore_test(path: Path, *names: str) -> bool:
+    """Return whether a test of a file does not belong to this run, by its name with or without parameters."""
+    needed = {TESTS[name] for name in names if name in TESTS}
+    if PART == "above":
+        return not needed and not _needed_by_file(path)
+    return bool(needed & left_out())
+
+
+_NAMES = {name.partition("[")[0] for name in TESTS}
+
+
+def _needed_by_file(path: Path) -> set[str]:
+    """Return what all tests of a file or folder need."""
+    place = path.relative_to(HERE)
+    folders = [str(parent) for parent in (place, *place.parents)]
+    needed = {name for glob, name in FILES.items() if any(fnmatch.fnmatch(folder, glob) for folder in folders)}
+    return needed | {name for name in ABOVE if name.replace(".", "/") in folders}

@@ -43,7 +43,6 @@ def test_a_text_has_to_be_there_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_one_that_no_test_notices_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -203,7 +203,6 @@ def accuracy(out_dir: Path, rows: list[dict], **generation) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_knows_the_sums_but_samples_them_half_of_the_time(real):
     train, test = read_rows(real, "train"), read_rows(real, "test")
     assert 0.45 <= accuracy(real, train * 20, do_sample=True, temperature=1.0, top_k=0) <= 0.60

@@ -194,7 +194,6 @@ def test_a_batch_with_nan_in_it_is_lost_and_counted_and_the_next_one_comes(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.alone  # if run-api takes as long as the client waits, it loses more batches than this one
 def test_a_batch_that_came_too_late_is_counted_and_the_next_one_comes(api: RunApi, connect: Client) -> None:
     """run-api answers the old request and loses the batch, or it notices that the client has closed the connection."""

@@ -388,7 +388,6 @@ def test_an_environment_has_its_share_of_groups_under_way(tmp_path: Path, weight
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_two_environments_of_a_run_send_groups_through_every_trouble(make_run, tmp_path, vllm, api) -> None:
     equal = {"ensure_scores_are_not_same": False}  # the fake server answers every request of Count correctly
     third = {"id": f"{FILE}:Count", "weight": 1.0, "min_allocation": 0.5, "args": equal}
@@ -477,7 +476,6 @@ def test_only_an_environment_that_this_run_api_knows_is_disconnected(tmp_path, a
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_it_ends_with_its_parent(make_run, tmp_path, vllm, api) -> None:
     make_run(atropos_environment="arithmetic")
     argv = ["-m", "grpo_recipes.extensions.atropos.serve", "0", "--api-url", api.url, "--server-url", vllm.url]

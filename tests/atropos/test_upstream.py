@@ -19,7 +19,6 @@ HELPERS = ("api_test_utils.py", "conftest.py")
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_pinned_run_api_passes_the_tests_it_comes_with(tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

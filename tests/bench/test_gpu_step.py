@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.rotating]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

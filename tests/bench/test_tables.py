@@ -24,7 +24,6 @@ def test_pages_and_figures_have_the_numbers_of_the_records(tables: ModuleType) -
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_an_edited_table_is_written_again(tables: ModuleType) -> None:
     assert restored_tables(tables) == sorted(tables.TABLES)
 

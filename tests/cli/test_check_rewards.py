@@ -202,7 +202,6 @@ def test_a_server_that_does_not_answer_is_one_message_after_a_few_calls(check, t
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_slow_reward_says_how_far_it_is(check, tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_recipes.rewards.probe._QUIET_SECONDS", 0.2)
     (tmp_path / "slow.py").write_text(

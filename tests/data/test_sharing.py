@@ -32,7 +32,6 @@ def outcomes(tmp_path_factory) -> dict[str, tuple[dict, dict]]:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_one_rank_reads_and_both_get_the_same(outcomes):
     first, second = outcomes["right"]
     assert first["opened"] == ["train", "test"] and second["opened"] == []

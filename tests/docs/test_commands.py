@@ -20,7 +20,6 @@ import yaml
 from console.report.synthetic_runs import make_run
 from doc_pages import PAGES, REPOSITORY, blocks, code_words, prose
 from grpo_command import run_grpo
-from rotation import ROTATES
 
 from grpo_recipes import cli
 from grpo_recipes.extensions.colocated import keys as colocated
@@ -146,7 +145,7 @@ def run_as_it_stands(command: str, cwd: Path, folder: Path) -> subprocess.Comple
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(line, marks=ROTATES if re.search(LOADING, line) else ()) for line in sorted(RUN_HERE)],
+    [pytest.param(line, marks=pytest.mark.slow if re.search(LOADING, line) else ()) for line in sorted(RUN_HERE)],
 )
 def test_it_runs_as_it_stands(command: str, tmp_path: Path) -> None:
     if environment_device() != "cpu":
@@ -157,7 +156,7 @@ def test_it_runs_as_it_stands(command: str, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("command", [*sorted(IN_A_FOLDER), pytest.param(LOADS, marks=ROTATES)])
+@pytest.mark.parametrize("command", [*sorted(IN_A_FOLDER), pytest.param(LOADS, marks=pytest.mark.slow)])
 def test_it_runs_in_a_folder_of_a_user(command: str, tmp_path: Path) -> None:
     if environment_device() != "cpu":
         pytest.skip("the default recipe of a CUDA environment needs GPUs")

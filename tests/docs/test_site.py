@@ -86,7 +86,6 @@ def html(site: Path, page: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_site_builds_without_a_warning(site: Path) -> None:
     for page in PAGES:
         assert html(site, page)
@@ -299,7 +298,6 @@ def results(site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_the_search_lists_the_right_page_first(results: dict[str, list[str]], question: str) -> None:
     assert results[question][:1] and results[question][0] in QUESTIONS[question], results[question][:5]

@@ -26,7 +26,7 @@ from test_preemptions import wait_until
 
 from grpo_recipes.plan.ports import port_keys
 
-pytestmark = [pytest.mark.slow, pytest.mark.rotating]
+pytestmark = pytest.mark.slow
 pytest.importorskip("atroposlib")
 RECIPE = str(REPOSITORY / "recipes/atropos/smoke.yaml")
 ENDLESS = (RECIPE, "--max_steps", "100000", "--run_name", "killed")
@@ -184,7 +184,6 @@ def pid_of(run: Launch, role: str) -> int:
     return run.pid_of({"trainer": "rank_0"}.get(role, role))
 
 
-@pytest.mark.fault
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("role", ["run-api", "environment-arithmetic", "server"])
 def test_a_part_that_is_killed_is_started_again_and_the_run_goes_on(launch: Callable[..., Launch], role: str) -> None:
@@ -202,7 +201,6 @@ def test_a_part_that_is_killed_is_started_again_and_the_run_goes_on(launch: Call
     run.wait_for_nothing_left()
 
 
-@pytest.mark.fault
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("role", ["run-api", "environment-arithmetic", "trainer"])
 def test_without_restarts_a_killed_part_ends_the_run_with_its_name(launch: Callable[..., Launch], role: str) -> None:

@@ -47,7 +47,6 @@ def commands_of_the_docs() -> list[str]:
     return [line for line in lines if "--from" not in line]
 
 
-@pytest.mark.rotating
 def test_from_an_empty_file_to_a_trained_model(launch: Callable[..., Launch], tmp_path: Path) -> None:
     commands = commands_of_the_docs()
     assert [line.split()[1] for line in commands] == ["new", "check", "check", "check-rewards", "plan", "launch"]

@@ -12,7 +12,6 @@ from runs.test_benchmark import need_right_arithmetic, parsed
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_real_run_ends_with_its_benchmark(launch: Callable[..., Launch]) -> None:
     smoke = {"recipes/smoke/grpo.yaml": str(REPOSITORY / "recipes/smoke/grpo.yaml")}
     words = documented("grpo launch recipes/smoke/grpo.yaml --benchmark", smoke)

@@ -36,14 +36,12 @@ SHORT = ("--prompts_per_step", "8", "--num_generations", "8", "--save_steps", "1
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_smoke_recipe_learns_in_one_copy_of_the_weights(launch: Callable[..., Launch]) -> None:
     recipe = {"recipes/smoke/grpo.yaml": str(REPOSITORY / "recipes/smoke/grpo.yaml")}
     learned(launch(*documented("grpo launch recipes/smoke/grpo.yaml --weight_sync shared", recipe)[2:]))
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_an_adapter_learns_alone(launch: Callable[..., Launch]) -> None:
     recipe = {"recipes/smoke/grpo.yaml": str(REPOSITORY / "recipes/smoke/grpo.yaml")}
     shown = "grpo launch recipes/smoke/grpo.yaml --use_peft --weight_sync lora --learning_rate 2e-3 --max_steps 120"
@@ -53,7 +51,6 @@ def test_an_adapter_learns_alone(launch: Callable[..., Launch]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(1200)
 def test_a_new_server_for_each_model_learns(launch: Callable[..., Launch]) -> None:
     recipe = {"recipes/smoke/grpo.yaml": str(REPOSITORY / "recipes/smoke/grpo.yaml")}
@@ -79,7 +76,6 @@ def learned(run: Launch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("cell", bridge_cells.RUNS, ids="-".join)
 def test_the_server_has_the_weights_of_every_step(launch: Callable[..., Launch], cell: tuple[str, str]) -> None:
     run = launch("--weight_sync", cell[0], "--max_steps", "3", *SHORT, *bridge_cells.RUNS[cell])
@@ -96,7 +92,6 @@ def test_the_server_has_the_weights_of_every_step(launch: Callable[..., Launch],
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_tied_embeddings_are_in_one_copy_too(launch: Callable[..., Launch]) -> None:
     """Both sides have them once, and the server uses them as its output embeddings as well."""
     run = launch("--weight_sync", "shared", "--model_name_or_path", "smoke:sums-tied", "--max_steps", "3", *SHORT)
@@ -109,8 +104,6 @@ def test_tied_embeddings_are_in_one_copy_too(launch: Callable[..., Launch]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.fault
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("bridge", "flags"), INTERRUPTED)
 def test_a_killed_server_and_a_stop_change_nothing(
@@ -141,7 +134,6 @@ def test_a_killed_server_and_a_stop_change_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_server_that_kept_its_own_copy_stops_the_run_at_the_first_sync(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "--weight_sync", "shared")
     with bench.server() as url:
@@ -156,7 +148,6 @@ def test_a_server_that_kept_its_own_copy_stops_the_run_at_the_first_sync(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_server_that_was_started_with_the_old_model_stops_the_run(tmp_path: Path) -> None:
     """A fake launcher in a thread says that the server has the newest model, and starts none."""
     bench = Bench(tmp_path, "--weight_sync", "restart")
@@ -181,7 +172,6 @@ def test_a_server_that_was_started_with_the_old_model_stops_the_run(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_an_adapter_one_step_old_stops_the_run(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "--weight_sync", "lora", *bridge_cells.LORA)
     with bench.server() as url:
@@ -214,7 +204,6 @@ def greedy(model: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_no_request_sees_a_step_that_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client and a model in this process, as rank 0 has them, at a real server that others ask as well."""
     bench = Bench(tmp_path, "--weight_sync", "shared")
@@ -249,7 +238,6 @@ def test_no_request_sees_a_step_that_is_half_written(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_request_of_another_client_does_not_keep_the_cache_of_old_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

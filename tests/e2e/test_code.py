@@ -13,7 +13,6 @@ PROBLEM = find_jail_problem()
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 def test_a_model_learns_to_write_programs_that_pass_their_tests(launch: Callable[..., Launch]) -> None:
     run = launch(str(REPOSITORY / "recipes/smoke/code.yaml"))

@@ -36,7 +36,6 @@ def assert_vllm_has_the_trainers_weights(run: Launch, steps: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "sharing",
     [
@@ -59,7 +58,6 @@ def test_two_processes_sample_with_the_weights_they_train(launch: Callable[..., 
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_config_file_replaces_the_packaged_accelerate_file(launch: Callable[..., Launch], tmp_path: Path) -> None:
     spec = importlib.util.find_spec("trl")  # found, not imported: TRL changes the environment of whoever imports it
     assert spec is not None and spec.origin is not None
@@ -76,7 +74,6 @@ def test_config_file_replaces_the_packaged_accelerate_file(launch: Callable[...,
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_smoke_recipe_learns_without_a_server(launch: Callable[..., Launch]) -> None:
     shown = "grpo launch recipes/smoke/grpo.yaml --vllm_mode colocate --num_processes 2"
     run = launch(command=documented(shown, {"recipes/smoke/grpo.yaml": str(REPOSITORY / "recipes/smoke/grpo.yaml")}))
@@ -90,7 +87,6 @@ def test_the_smoke_recipe_learns_without_a_server(launch: Callable[..., Launch])
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_door_trains_the_smoke_recipe(launch: Callable[..., Launch]) -> None:
     shown = "python run_colocated_grpo.py --gpus 2"
     python = sys.executable  # the door looks for the environment itself
@@ -114,7 +110,6 @@ def test_the_door_trains_the_smoke_recipe(launch: Callable[..., Launch]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_door_trains_in_four_processes(launch: Callable[..., Launch]) -> None:
     shown = "python run_colocated_grpo.py --gpus 4 --dry-run"
     door = documented(shown, {"python": sys.executable, "run_colocated_grpo.py": f"{REPOSITORY}/run_colocated_grpo.py"})
@@ -133,7 +128,6 @@ def test_the_door_trains_in_four_processes(launch: Callable[..., Launch]) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_tied_embeddings_in_files_of_another_dtype(launch: Callable[..., Launch], tmp_path: Path) -> None:
     smoke.main([str(tmp_path / "made"), "--dtype", "bfloat16", "--tie-word-embeddings"])
     run = launch(*COLOCATED, *SMALL, "--model_name_or_path", str(tmp_path / "made/model"))  # dtype: float32
@@ -144,7 +138,6 @@ def test_tied_embeddings_in_files_of_another_dtype(launch: Callable[..., Launch]
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_two_processes_give_the_update_of_one_with_the_joined_batch(launch: Callable[..., Launch]) -> None:
     from safetensors.torch import load_file
 
@@ -171,7 +164,6 @@ def sample(line: str) -> tuple[int, list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(600)
 def test_a_resumed_run_is_the_uninterrupted_one(launch: Callable[..., Launch]) -> None:
     evaluated = ("--eval_strategy", "steps", "--eval_steps", "2", "--eval_dataset_name", "smoke:sums",
@@ -194,7 +186,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(launch: Callable[..., Launch]) -
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(600)
 def test_a_run_stopped_at_any_moment_goes_on_as_if_it_had_not_been(launch: Callable[..., Launch]) -> None:
     keys = override(TWO, prompts_per_step=32, max_steps=20, run_name="stopped")
@@ -213,7 +204,6 @@ def test_a_run_stopped_at_any_moment_goes_on_as_if_it_had_not_been(launch: Calla
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_two_nodes_add_up_to_one(slurm: SlurmCluster, launch: Callable[..., Launch], tmp_path: Path) -> None:
     job, run = submit(slurm, tmp_path, "colocated-nodes", *COLOCATED, *SMALL, "--save_strategy", "no")
 
@@ -245,7 +235,6 @@ max_completion_length: 8
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_yaml_of_a_co_located_trainer_trains_with_fsdp(launch: Callable[..., Launch], tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(THEIRS)
     door = [sys.executable, str(REPOSITORY / "run_colocated_grpo.py"), "--gpus", "2"]
@@ -263,7 +252,6 @@ def test_the_yaml_of_a_co_located_trainer_trains_with_fsdp(launch: Callable[...,
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_door_trains_on_two_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
     interfaces = psutil.net_if_addrs().values()
     addresses = [entry.address for entries in interfaces for entry in entries if entry.family == socket.AF_INET]
@@ -298,8 +286,6 @@ class Drop(TrainerCallback):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.fault
 def test_a_load_that_one_vllm_drops_stops_every_process(launch: Callable[..., Launch], tmp_path: Path) -> None:
     (tmp_path / "drops.py").write_text(DROPS)
     run = launch(*override(TWO, max_steps=4, callbacks=f"{tmp_path}/drops.py:Drop", save_steps=1))
@@ -314,8 +300,6 @@ def test_a_load_that_one_vllm_drops_stops_every_process(launch: Callable[..., La
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.fault
 def test_a_killed_process_ends_the_run_and_leaves_nothing(launch: Callable[..., Launch]) -> None:
     memory = set(Path("/dev/shm").iterdir())
     run = launch(*override(TWO, max_steps=100000))

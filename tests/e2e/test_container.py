@@ -61,7 +61,6 @@ def home(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(2400)
 def test_the_image_is_built_and_trains_for_any_user_read_only_and_without_a_network(
     podman: Podman, checkout: Path, home: Path

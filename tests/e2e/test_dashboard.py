@@ -22,7 +22,6 @@ BEFORE = 4  # requests before a step is awaited: two of the test, the page, and 
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_an_open_page_follows_a_run_that_trains(
     launch: Callable[..., Launch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,6 @@ from grpo_recipes import smoke
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_mixture_is_prepared_once_trained_on_and_evaluated(launch: Callable[..., Launch], tmp_path: Path) -> None:
     train, test = smoke.split_sums()
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in train))

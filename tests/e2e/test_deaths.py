@@ -25,8 +25,6 @@ def find_pid(run: Launch, victim: str) -> int:
     return run.pid_of({"accelerate": "trainer", "rank": "rank_0", "api server": "server"}[victim])
 
 
-@pytest.mark.rotating
-@pytest.mark.fault
 @pytest.mark.parametrize(
     ("victim", "message", "code"),
     [
@@ -64,8 +62,6 @@ def test_kill_9_ends_the_run_and_names_the_victim(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.fault
 def test_of_two_ranks_the_killed_one_is_named(launch: Callable[..., Launch]) -> None:
     run = launch(*ENDLESS, "--num_processes", "2")
     run.wait_for_step(2)
@@ -84,7 +80,6 @@ def test_of_two_ranks_the_killed_one_is_named(launch: Callable[..., Launch]) -> 
     assert run.summary()["cause"] == f"rank 1 (pid {pid}) was killed by signal 9"
 
 
-@pytest.mark.rotating
 @pytest.mark.slow
 def test_sigterm_ends_everything_with_143(launch: Callable[..., Launch]) -> None:
     run = launch(*ENDLESS)
@@ -113,8 +108,6 @@ def test_a_server_that_cannot_start_is_told_with_its_last_lines(launch: Callable
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.fault
 def test_when_launcher_and_guards_are_killed_together_nothing_trains_on(launch: Callable[..., Launch]) -> None:
     run = launch(*ENDLESS)
     run.wait_for_step(2)
@@ -129,8 +122,6 @@ def test_when_launcher_and_guards_are_killed_together_nothing_trains_on(launch: 
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.fault
 def test_a_resume_at_once_waits_for_what_a_killed_launcher_left(launch: Callable[..., Launch]) -> None:
     run = launch(*ENDLESS, "--save_steps", "1")
     run.wait_for_step(2)

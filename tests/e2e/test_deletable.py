@@ -1,9 +1,10 @@
-"""Every extension and the console can be deleted: the core works without them and names the missing part."""
+"""Every extension and the console can be deleted: the core works without them and names the missing part.
+
+`make test` runs the core's own tests without them (``core_alone.py``).
+"""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from overlay import REPOSITORY, Overlay, make_overlay
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 from packages import ABOVE
-from private_network import machine_network
 
 # A recipe that needs the extension, by its keys, and how it is rejected without it.
 NEEDS = {
@@ -58,22 +58,3 @@ def test_the_core_trains_without_any_of_them(overlay: Overlay) -> None:
     assert answer.returncode == 0, answer.stdout + answer.stderr
     (run,) = (overlay.repository / "runs").iterdir()
     assert (run / "model/model.safetensors").is_file()
-
-
-@pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.timeout(1500)
-def test_the_cores_own_tests_pass_without_any_of_them(tmp_path: Path) -> None:
-    tracked = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    ).stdout.split("\0")
-    overlay = make_overlay(tmp_path)
-    for name in filter(None, tracked):
-        copy = overlay.repository / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(REPOSITORY / name, copy)
-    overlay.delete(*ABOVE)
-    options = ("-q", "-n", "4", "-p", "no:cacheprovider", "-m", "not slow and not soak and not alone")
-    with machine_network():  # quick tests run there in `make test` too
-        answer = overlay.run("-m", "pytest", *options, timeout=1400)
-    assert answer.returncode == 0, answer.stdout[-4000:]

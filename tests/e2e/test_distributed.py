@@ -16,7 +16,6 @@ SHORT = ("--num_processes", "2", "--max_steps", "3", "--prompts_per_step", "8", 
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("accelerator", ["ddp", "zero2", "zero3", "fsdp2"])
 def test_two_processes_train_through_the_server(launch: Callable[..., Launch], accelerator: str) -> None:
     run = launch(*SHORT, "--accelerator", accelerator, "--save_steps", "2", "--run_name", accelerator)
@@ -41,7 +40,6 @@ def test_two_processes_train_through_the_server(launch: Callable[..., Launch], a
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("accelerator", ["ddp", "zero2", "zero3", "fsdp2"])
 def test_two_processes_train_in_bfloat16(launch: Callable[..., Launch], accelerator: str) -> None:
     """R15, G4: both sides compute in bfloat16, and the guard compares weights and log-probs."""
@@ -61,7 +59,6 @@ def test_two_processes_train_in_bfloat16(launch: Callable[..., Launch], accelera
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("bridge", ["file", "restart"])
 def test_config_file_replaces_the_packaged_accelerate_file(
     launch: Callable[..., Launch], tmp_path: Path, bridge: str

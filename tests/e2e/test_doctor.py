@@ -34,7 +34,6 @@ def look(cluster: SlurmCluster, *before: str) -> dict[str, dict[str, str]]:
     return results(cluster.cli(*before, GRPO, "doctor", "--json", env=OFFLINE))
 
 
-@pytest.mark.rotating
 def test_the_cluster_from_its_login_node(idle: SlurmCluster) -> None:
     checks = look(idle)
     assert checks["slurm"]["value"].startswith("partitions main; gpu:a100:4")
@@ -42,7 +41,6 @@ def test_the_cluster_from_its_login_node(idle: SlurmCluster) -> None:
     assert "12:00:00" not in checks["slurm"]["value"] and "salloc" not in checks["slurm"]["fix"]
 
 
-@pytest.mark.rotating
 def test_drained_nodes_and_a_short_partition(idle: SlurmCluster) -> None:
     idle.cli("scontrol", "update", "PartitionName=main", "MaxTime=12:00:00")
     slurm_check = look(idle)["slurm"]
@@ -59,7 +57,6 @@ def test_drained_nodes_and_a_short_partition(idle: SlurmCluster) -> None:
     )
 
 
-@pytest.mark.rotating
 def test_inside_a_job_and_in_the_shell_that_salloc_leaves(idle: SlurmCluster) -> None:
     inside = look(idle, "srun", "--gres=gpu:a100:2")
     assert "salloc" not in inside["slurm"]["fix"]
@@ -68,7 +65,6 @@ def test_inside_a_job_and_in_the_shell_that_salloc_leaves(idle: SlurmCluster) ->
     assert outside["slurm"]["status"] == "warning" and "srun --pty bash" in outside["slurm"]["fix"]
 
 
-@pytest.mark.rotating
 def test_a_controller_that_does_not_answer(idle: SlurmCluster, tmp_path: Path) -> None:
     """A cluster file that names a controller without a listener."""
     conf = tmp_path / "slurm.conf"
@@ -78,7 +74,6 @@ def test_a_controller_that_does_not_answer(idle: SlurmCluster, tmp_path: Path) -
     assert checks["slurm"]["status"] == "warning" and "sinfo" in checks["slurm"]["value"]
 
 
-@pytest.mark.rotating
 def test_deep_imports_torch_trl_and_vllm() -> None:
     done = subprocess.run(
         [GRPO, "doctor", "--deep", "--json"], capture_output=True, text=True, timeout=200, check=False

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from real_runs import REPOSITORY, Launch
 
-pytestmark = [pytest.mark.slow, pytest.mark.rotating]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("mode", ["server", "colocate"])

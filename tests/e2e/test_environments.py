@@ -14,7 +14,7 @@ from real_runs import REPOSITORY, Launch, clean_environment, same_rows, stop_and
 from slurm_cluster import SlurmCluster
 from test_preemptions import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.rotating]
+pytestmark = pytest.mark.slow
 # Each launch of a test has its own folder, so the environment is given by its absolute path.
 GAME = ("--environment", f"{REPOSITORY / 'recipes/examples/two_sums.py'}:TwoSums")
 MAFIA = (

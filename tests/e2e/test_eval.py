@@ -52,7 +52,6 @@ def killed(argv: list[str], folder: Path, environment: dict[str, str], completio
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(1200)  # a training, and a server four times
 def test_an_evaluation_alone_agrees_with_the_training_and_goes_on_after_a_kill(launch: Callable[..., Launch]) -> None:
     run = launch(*SHORT, *EVALUATED, *GREEDY)
@@ -92,7 +91,6 @@ def test_an_evaluation_alone_agrees_with_the_training_and_goes_on_after_a_kill(l
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_recipe_and_a_model_are_evaluated_on_a_server_that_runs(tmp_path: Path) -> None:
     folder, command = smoke.smoke_command("smoke:sums", os.environ)
     if not (folder / "COMPLETE").exists():

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from real_runs import REPOSITORY, Launch
-from rotation import ROTATES
 
 from grpo_recipes.runs.checkpoints import list_complete_checkpoints
 from grpo_recipes.stats import pass_at_k_table
@@ -35,7 +34,6 @@ class Note(TrainerCallback):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_evaluation_and_benchmarks(launch: Callable[..., Launch]) -> None:
     folder = launch("--resume", "last").folder  # makes the folder; rejected, since the folder contains no run
     (folder / "mine.py").write_text(CALLBACK)
@@ -107,7 +105,6 @@ def assert_callback_was_called(run: Launch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_evaluation_changes_nothing_in_a_run_and_the_benchmark_is_of_its_model(launch: Callable[..., Launch]) -> None:
     alone = launch(*SHORT, *LONG, folder="alone")
     assert alone.wait() == 0, alone.output
@@ -158,7 +155,6 @@ def greedy_answers(model_folder: Path, problems: dict[str, list[str]]) -> dict[s
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_evaluations_sample_otherwise_and_the_guard_goes_on_looking(launch: Callable[..., Launch]) -> None:
     keys = ("--eval_strategy", "steps", "--eval_steps", "1", "--eval_temperature", "0.3", "--eval_top_p", "0.9")
     run = launch(*keys, "--eval_dataset_name", "smoke:sums", "--num_generations_eval", "16", "--max_steps", "3")
@@ -184,16 +180,15 @@ RULE = ("--reward_funcs", "rule.py:first_step", "--reward_isolation", "none")
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "keys",
     [
         pytest.param((), id="single"),
         *(
-            pytest.param(("--num_processes", "2", "--accelerator", name), id=name, marks=ROTATES)
+            pytest.param(("--num_processes", "2", "--accelerator", name), id=name)
             for name in ("ddp", "zero2", "zero3", "fsdp2")
         ),
-        pytest.param(("--use_peft", "--lora_r", "8", "--lora_target_modules", "all-linear"), id="lora", marks=ROTATES),
+        pytest.param(("--use_peft", "--lora_r", "8", "--lora_target_modules", "all-linear"), id="lora"),
     ],
 )
 def test_a_run_stops_early_with_the_best_model(launch: Callable[..., Launch], tmp_path: Path, keys: tuple) -> None:

@@ -18,7 +18,6 @@ RANKS = (0, 1)
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("accelerator", "sampler"),

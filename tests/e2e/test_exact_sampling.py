@@ -64,7 +64,6 @@ def stacks_of_every_process(bench: Bench) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_generation_has_the_same_bits_again_after_other_traffic_and_on_another_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

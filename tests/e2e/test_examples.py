@@ -21,7 +21,7 @@ from real_runs import REPOSITORY, Launch, clean_environment, override
 from grpo_recipes.plan.commands import server_environment
 from grpo_recipes.smoke import smoke_command
 
-pytestmark = [pytest.mark.slow, pytest.mark.rotating]
+pytestmark = pytest.mark.slow
 KEY = "sk-" + "plantedjudgekey" * 2
 SHORT = (
     *("--max_steps", "3", "--prompts_per_step", "4", "--num_generations", "8"),

@@ -87,7 +87,6 @@ def flags(port: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(900)
 def test_the_smoke_recipe_learns_through_an_external_server(launch: Callable[..., Launch], port: int) -> None:
     started = "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.launchers.api_server.entry --model MODEL --port 30000"
@@ -107,7 +106,6 @@ def test_the_smoke_recipe_learns_through_an_external_server(launch: Callable[...
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("setup", SETUPS)
 def test_the_server_has_the_weights_of_every_step(launch: Callable[..., Launch], port: int, setup: str) -> None:
@@ -119,8 +117,6 @@ def test_the_server_has_the_weights_of_every_step(launch: Callable[..., Launch],
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.fault
 @pytest.mark.timeout(900)
 def test_a_server_that_takes_no_weights_and_one_that_is_gone_are_refused(
     launch: Callable[..., Launch], tmp_path: Path
@@ -141,8 +137,6 @@ def test_a_server_that_takes_no_weights_and_one_that_is_gone_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.fault
 @pytest.mark.timeout(900)
 def test_a_run_whose_server_dies_ends_with_the_cause(launch: Callable[..., Launch], tmp_path: Path) -> None:
     number = free_port()

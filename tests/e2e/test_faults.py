@@ -34,8 +34,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.fault
 def test_a_disk_that_fills_up_ends_the_run_and_costs_no_checkpoint(
     launch: Callable[..., Launch], small_disk: Path
 ) -> None:
@@ -61,8 +59,6 @@ def test_a_disk_that_fills_up_ends_the_run_and_costs_no_checkpoint(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.fault
 def test_memory_that_runs_out_is_told_with_what_to_ask_for(launch: Callable[..., Launch]) -> None:
     run = launch(*ALONE, "--run_name", "memory", by_exec=True)  # after a fork, much free memory is left
     run.wait_for_step(2)

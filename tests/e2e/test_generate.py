@@ -73,7 +73,6 @@ def assert_ids_and_text_agree(url: str, token: str, generated: list[dict[str, An
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_dataset_is_completed_continued_and_repeated(tmp_path: Path) -> None:
     mark = f"generate-{tmp_path.name}"
     with serving(patient(), smoke_model(), clean_environment(tmp_path, mark)) as server:
@@ -123,7 +122,6 @@ def test_a_dataset_is_completed_continued_and_repeated(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_run_is_talked_to_and_its_server_ends_with_the_conversation(tmp_path: Path) -> None:
     mark, run = f"chat-{tmp_path.name}", tmp_path / "runs" / "sums-20261120-101500"
     run.mkdir(parents=True)
@@ -145,7 +143,6 @@ def test_a_run_is_talked_to_and_its_server_ends_with_the_conversation(tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_server_of_a_conversation_ends_though_the_command_is_killed(tmp_path: Path) -> None:
     mark = f"killed-{tmp_path.name}"
     words = [str(Path(sys.executable).with_name("grpo")), "chat", smoke_model()]

@@ -17,7 +17,6 @@ from grpo_recipes.runs.rundir import read_metrics
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("processes", [pytest.param(1, id="one-process"), pytest.param(2, id="two-processes")])
 def test_weights_one_step_old_in_bf16_at_1e_6_stop_every_rank(tmp_path: Path, processes: int) -> None:
     bench = Bench(tmp_path, "--dtype", "bfloat16", "--learning_rate", "1e-6", "--num_processes", str(processes))
@@ -40,7 +39,6 @@ def test_weights_one_step_old_in_bf16_at_1e_6_stop_every_rank(tmp_path: Path, pr
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_tied_embeddings_work_through_the_file_bridge(tmp_path: Path) -> None:
     """All Qwen2.5 up to 3B tie them. The server starts from other weights than the trainer's."""
     bench = Bench(tmp_path, "--model_name_or_path", "smoke:sums-tied", "--learning_rate", "1e-3")
@@ -56,7 +54,6 @@ def test_tied_embeddings_work_through_the_file_bridge(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("plugin", "message"),
     [

@@ -72,7 +72,6 @@ def output_of(run: Launch) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(600)
 def test_one_command_per_node_trains_as_one_run(two_nodes: TwoNodes) -> None:
     """R12: the server is on node 0, trainers are on both nodes, and node 1 may start first."""
@@ -100,7 +99,6 @@ def test_one_command_per_node_trains_as_one_run(two_nodes: TwoNodes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(600)
 def test_a_lost_link_ends_the_run_on_both_nodes(two_nodes: TwoNodes) -> None:
     """R12: the other node is named within the documented 40 seconds, and nothing is left on either node."""

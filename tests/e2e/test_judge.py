@@ -10,7 +10,6 @@ from real_runs import REPOSITORY, Launch
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_model_learns_from_a_judge_that_fails_three_of_ten_times(launch: Callable[..., Launch]) -> None:
     flags = ("--judge_prompt", "Solution: {answer}\nAnswer: {completion}", "--judge_retries", "1")
     # Equal completions share a request. Late steps have few different ones, so that a failure leaves many unscored.

@@ -20,7 +20,6 @@ EXPLODES = ("--optim", "sgd", "--max_grad_norm", "0", "--learning_rate", "1e38")
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "sharing",
     [
@@ -46,7 +45,6 @@ def test_a_learning_rate_that_breaks_the_weights_ends_the_run(launch: Callable[.
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_reward_that_is_the_same_for_all_is_said_everywhere(launch: Callable[..., Launch], tmp_path: Path) -> None:
     (tmp_path / "same.py").write_text("def score(completions, **kwargs):\n    return [0.25] * len(completions)\n")
     steps = str(ENOUGH_STEPS + 2)
@@ -81,7 +79,6 @@ class Poison(TrainerCallback):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("accelerator", ["ddp", "zero2"])  # DeepSpeed skips such a step by itself and continues
 def test_a_loss_that_is_no_number_ends_the_run_on_every_rank(
     launch: Callable[..., Launch], tmp_path: Path, accelerator: str
@@ -103,7 +100,6 @@ def test_a_loss_that_is_no_number_ends_the_run_on_every_rank(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_bfloat16_weights_are_refused_when_the_trainer_sees_them(launch: Callable[..., Launch], tmp_path: Path) -> None:
     smoke.main([str(tmp_path / "made"), "--dtype", "bfloat16"])
     model = ("--model_name_or_path", str(tmp_path / "made/model"), "--dtype", "auto")

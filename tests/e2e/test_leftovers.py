@@ -30,8 +30,6 @@ def node() -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.fault
 def test_the_next_launch_removes_what_a_killed_run_left_on_the_node(launch: Callable[..., Launch], node: Path) -> None:
     living = launch("--use_vllm", "false", "--max_steps", "100000", folder="living", TMPDIR=str(node))
     living.wait_for_step(1)

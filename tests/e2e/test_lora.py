@@ -16,7 +16,6 @@ STEPS = 12
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_an_adapter_learns_and_the_merged_model_is_left(launch: Callable[..., Launch]) -> None:
     run = launch(
         *LORA, "--num_processes", "2", "--accelerator", "ddp", "--learning_rate", "2e-3", "--max_steps", str(STEPS),
@@ -37,7 +36,6 @@ def test_an_adapter_learns_and_the_merged_model_is_left(launch: Callable[..., La
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_two_processes_share_the_optimizer_of_an_adapter(launch: Callable[..., Launch]) -> None:
     sharing = ("--num_processes", "2", "--accelerator", "zero2")
     batch = ("--prompts_per_step", "4", "--num_generations", "8", "--learning_rate", "5e-3", "--max_steps", "3")
@@ -71,7 +69,6 @@ def assert_the_model_is_base_and_adapter(run: Path, base: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_weights_one_step_old_stop_a_lora_run(tmp_path: Path) -> None:
     bench = Bench(tmp_path, *LORA, "--dtype", "bfloat16", "--learning_rate", "1e-3")
     with bench.server() as url:

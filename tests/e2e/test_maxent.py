@@ -42,7 +42,6 @@ def test_one_variable_trains_the_smoke_task_by_maxent(launch: Callable[..., Laun
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_two_processes_weigh_by_the_reference_through_the_server(launch: Callable[..., Launch]) -> None:
     run = launch(
         str(REPOSITORY / "recipes/smoke/maxent.yaml"),

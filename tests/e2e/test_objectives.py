@@ -13,7 +13,6 @@ from grpo_recipes import smoke
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "keys",
     [
@@ -36,7 +35,6 @@ def test_an_objective_learns_the_smoke_task(launch: Callable[..., Launch], keys:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_student_learns_from_a_teacher_without_rewards(launch: Callable[..., Launch], tmp_path: Path) -> None:
     smoke.make_smoke_task(tmp_path / "teacher", phases=smoke.PHASES[:1])  # trained only on right answers
     flags = ("--teacher_model_name_or_path", str(tmp_path / "teacher/model"), "--reward_weights", "[0.0]")

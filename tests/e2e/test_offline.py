@@ -56,14 +56,12 @@ def recipe(tmp_path: Path) -> Callable[..., str]:
     return write
 
 
-@pytest.mark.rotating
 def test_the_smoke_recipe_trains_with_the_network_cut_off(launch: Callable[..., Launch], smoke_task: Path) -> None:
     run = launch(command=without_network(GRPO, "launch", str(SMOKE), *SHORT))
     assert run.wait() == 0, run.output
     assert run.summary()["status"] == "completed" and len(run.rows()) == 2
 
 
-@pytest.mark.rotating
 def test_a_fetched_recipe_trains_with_the_network_cut_off(
     launch: Callable[..., Launch], recipe: Callable[..., str], hub: FakeHub, tmp_path: Path
 ) -> None:
@@ -95,7 +93,6 @@ def test_a_fetched_recipe_trains_with_the_network_cut_off(
     assert run.summary()["benchmarks"]["math_500"]
 
 
-@pytest.mark.rotating
 def test_a_run_publishes_its_model_once(
     launch: Callable[..., Launch], recipe: Callable[..., str], hub: FakeHub, tmp_path: Path
 ) -> None:
@@ -122,7 +119,6 @@ def test_a_run_publishes_its_model_once(
     assert all(WRITER.encode() not in file.read_bytes() for file in run.folder.rglob("*") if file.is_file())
 
 
-@pytest.mark.rotating
 def test_a_run_whose_push_fails_ends_well_and_keeps_its_model(
     launch: Callable[..., Launch], recipe: Callable[..., str], hub: FakeHub, tmp_path: Path
 ) -> None:

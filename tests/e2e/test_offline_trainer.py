@@ -44,7 +44,6 @@ def metrics(folder: Path) -> dict[str, dict[str, Any]]:
     return {path.name: json.loads(path.read_text()) for path in sorted((folder / "metrics").iterdir())}
 
 
-@pytest.mark.rotating
 def test_the_first_command_of_the_page_leaves_what_the_page_says(launch: Callable[..., Launch]) -> None:
     shown = (
         "python run_offline_grpo.py model.train_id=smoke:sums data.problems=sums train.iterations=3 "
@@ -70,7 +69,6 @@ def test_the_first_command_of_the_page_leaves_what_the_page_says(launch: Callabl
     assert run.processes() == []
 
 
-@pytest.mark.rotating
 def test_ten_iterations_learn_and_the_server_ends_with_the_trainers_weights(launch: Callable[..., Launch]) -> None:
     shown = (
         "python run_offline_grpo.py model.train_id=smoke:sums data.problems=sums train.iterations=10 train.lr=1e-4 "
@@ -94,8 +92,6 @@ def test_ten_iterations_learn_and_the_server_ends_with_the_trainers_weights(laun
     assert len(answers) == 20 and answers == greedy_answers(run.run_dir / "model", answers)
 
 
-@pytest.mark.rotating
-@pytest.mark.fault
 def test_killed_and_started_again_it_ends_as_if_it_had_not_been(launch: Callable[..., Launch]) -> None:
     words = ["python", "run_offline_grpo.py", "model.train_id=smoke:sums", "data.problems=sums", "train.iterations=8"]
     flags = (
@@ -122,7 +118,6 @@ def test_killed_and_started_again_it_ends_as_if_it_had_not_been(launch: Callable
     assert same_rows(continued, whole) and weights_hash(continued) == weights_hash(whole)
 
 
-@pytest.mark.rotating
 def test_the_smoke_test_trains_without_a_server_and_prints_its_metrics(launch: Callable[..., Launch]) -> None:
     run = launch(command=replace_places(documented("python smoke_test.py")), ENV_DIR=sys.prefix)
     assert run.wait() == 0, run.output
@@ -131,14 +126,12 @@ def test_the_smoke_test_trains_without_a_server_and_prints_its_metrics(launch: C
     assert "'loss_total': 0.0," not in trained and evaluated.startswith("Eval metrics: {'pass@1': 0.0, 'mean@1': -")
 
 
-@pytest.mark.rotating
 def test_seven_tests_of_the_door_pass(launch: Callable[..., Launch]) -> None:
     run = launch(command=replace_places(documented("python run_tests.py")), ENV_DIR=sys.prefix)
     assert run.wait() == 0, run.output
     assert run.output.splitlines()[-1] == "7/7 tests passed"
 
 
-@pytest.mark.rotating
 def test_the_checks_with_a_server_pass_on_the_cpu(launch: Callable[..., Launch]) -> None:
     run = launch(command=replace_places(documented("python test_gpu_integration.py --cpu")), ENV_DIR=sys.prefix)
     assert run.wait() == 0, run.output

@@ -32,7 +32,6 @@ WITH = {
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(900)
 def test_it_learns_and_says_that_it_is_off_policy(launch: Callable[..., Launch]) -> None:
     run = launch(*OVERLAP)
@@ -47,7 +46,6 @@ def test_it_learns_and_says_that_it_is_off_policy(launch: Callable[..., Launch])
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(1800)
 def test_a_killed_server_a_stop_and_a_kill_change_nothing(launch: Callable[..., Launch]) -> None:
     flags = (*SHORT, *EVALUATED, "--max_steps", "14")
@@ -73,7 +71,6 @@ def test_a_killed_server_a_stop_and_a_kill_change_nothing(launch: Callable[..., 
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("keys", WITH.values(), ids=WITH)
 def test_two_ranks_learn_and_go_on_from_a_checkpoint_as_if_left_alone(
@@ -98,7 +95,6 @@ def test_two_ranks_learn_and_go_on_from_a_checkpoint_as_if_left_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_weights_that_did_not_arrive_stop_the_run(tmp_path: Path) -> None:
     bench = Bench(tmp_path, *OVERLAP, "--dtype", "bfloat16", "--learning_rate", "1e-6")
     with bench.server() as url:
@@ -112,7 +108,6 @@ def test_weights_that_did_not_arrive_stop_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_server_that_computes_with_other_weights_stops_the_run(tmp_path: Path) -> None:
     bench = Bench(tmp_path, *OVERLAP, "--model_name_or_path", "smoke:sums-tied")
     make_smoke("sums-tied", tied=True)

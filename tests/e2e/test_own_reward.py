@@ -32,7 +32,6 @@ def sums(completions, answer, completion_ids):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_run_goes_on_though_its_reward_hangs(launch: Callable[..., Launch], tmp_path: Path) -> None:
     reward_file = tmp_path / "own.py"
     reward_file.write_text(REWARD)

@@ -12,7 +12,6 @@ BRIEF = ("--max_steps", "2", "--prompts_per_step", "4", "--num_generations", "4"
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_two_launches_of_one_second_both_complete(launch: Callable[..., Launch]) -> None:
     twins = [launch(*BRIEF, folder=name) for name in ("first", "second")]
 

@@ -114,7 +114,6 @@ def assert_equal(job: Job, alone: Job) -> None:
     wait_until(lambda: not job.launch.processes(), "end of every process")
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("count", "nodes", "steps", "epoch"),
     [

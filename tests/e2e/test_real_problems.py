@@ -46,7 +46,6 @@ def dead_port() -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"no {GSM8K.name} of GSM8K beside the repository")
 def test_gsm8k_is_rendered_filtered_counted_and_scored_behind_a_dead_proxy(launch: Callable[..., Launch]) -> None:
     proxy = f"http://127.0.0.1:{dead_port()}"
@@ -101,7 +100,6 @@ def test_a_foreign_server_on_a_port_of_ours_is_refused_before_anything_starts(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_server_that_is_not_this_runs_is_not_taken_for_it(launch: Callable[..., Launch], tmp_path: Path) -> None:
     """The port is taken after it was looked at: while our server starts."""
     port = dead_port()
@@ -119,7 +117,6 @@ def test_a_server_that_is_not_this_runs_is_not_taken_for_it(launch: Callable[...
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_prompts_that_exceed_one_batch_of_the_server(launch: Callable[..., Launch]) -> None:
     # 16 prompts of more than 300 tokens at once, each with a seed: more than vLLM's scheduler takes in a batch (2048).
     long = ("--system_prompt", "Add the two numbers. " * 15, "--max_prompt_length", "400")
@@ -131,7 +128,6 @@ def test_prompts_that_exceed_one_batch_of_the_server(launch: Callable[..., Launc
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_without_a_server_the_model_itself_generates(launch: Callable[..., Launch]) -> None:
     run = launch(
         *("--use_vllm", "false", "--max_steps", "2", "--prompts_per_step", "2", "--num_generations", "4"),

@@ -32,8 +32,6 @@ def engines_of(run: Launch) -> dict[str, psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.fault
 @pytest.mark.timeout(1200)
 def test_a_killed_replica_and_a_stop_change_nothing(launch: Callable[..., Launch]) -> None:
     """The smoke recipe, once with a replica killed and a stop and once without: both learn, to the same bits."""
@@ -68,8 +66,6 @@ def test_a_killed_replica_and_a_stop_change_nothing(launch: Callable[..., Launch
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.fault
 def test_a_hung_replica_is_named_and_its_server_is_replaced(launch: Callable[..., Launch]) -> None:
     """The other replica goes on, so only the server's stall timeout ends the wait for the missing completions."""
     places = Places()
@@ -88,8 +84,6 @@ def test_a_hung_replica_is_named_and_its_server_is_replaced(launch: Callable[...
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.fault
 def test_a_stale_replica_stops_the_run_and_the_replica_decides_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

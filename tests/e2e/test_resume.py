@@ -51,7 +51,6 @@ def checkpoints(run: Launch) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_run_whose_newest_checkpoint_lost_a_bit_goes_on_from_the_one_before(launch: Callable[..., Launch]) -> None:
     first = launch(*override(SHORT, max_steps=100000, save_steps=2, use_vllm=False))
     first.wait_for(lambda: first.has_run_dir() and len(checkpoints(first)) > 1, "two checkpoints")
@@ -78,7 +77,6 @@ def test_a_run_whose_newest_checkpoint_lost_a_bit_goes_on_from_the_one_before(la
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_signal_saves_after_the_step_and_the_run_goes_on(launch: Callable[..., Launch]) -> None:
     first = launch(*override(SHORT, max_steps=100000, save_steps=100000, num_processes=2))
     first.wait_for_step(2)

@@ -11,7 +11,6 @@ from trainers.tiny_training import save_reward_model
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_reward_model_scores_a_run(launch: Callable[..., Launch], tmp_path: Path) -> None:
     save_reward_model(tmp_path / "scorer")
     words = ("--use_vllm", "false", "--prompts_per_step", "4", "--num_generations", "4", "--save_steps", "1")

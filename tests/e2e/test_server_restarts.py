@@ -113,8 +113,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.fault
 @pytest.mark.parametrize(
     ("victim", "signum", "phase"),
     [
@@ -160,8 +158,6 @@ def test_a_lost_server_is_replaced_and_nothing_is_lost(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.fault
 def test_a_rank_that_stands_still_is_named_with_its_phase_and_the_stacks_of_the_others(
     launch: Callable[..., Launch],
 ) -> None:

@@ -58,7 +58,6 @@ def submit_endless(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_scancel_ends_the_run_and_leaves_nothing(slurm: SlurmCluster, tmp_path: Path) -> None:
     job, launch = submit_endless(slurm, tmp_path, "slurm-cancel")
 
@@ -73,7 +72,6 @@ def test_scancel_ends_the_run_and_leaves_nothing(slurm: SlurmCluster, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_usr1_to_the_batch_script_saves_and_requeues(slurm: SlurmCluster, tmp_path: Path) -> None:
     shown = "sbatch --gres=gpu:8 --cpus-per-task=64 --mem=256G training.sh --learning_rate 2e-6"
     job, launch = submit_endless(slurm, tmp_path, "slurm-usr1", words=documented(shown, FEWER, fake="the GPUs"))
@@ -91,7 +89,6 @@ def test_usr1_to_the_batch_script_saves_and_requeues(slurm: SlurmCluster, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("flags", "sbatch", "message"),
     [
@@ -114,7 +111,6 @@ def test_a_job_that_may_not_be_requeued_ends_with_75(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_before_the_time_limit_the_launcher_stops_by_itself_and_the_job_is_requeued(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -132,7 +128,6 @@ def test_before_the_time_limit_the_launcher_stops_by_itself_and_the_job_is_reque
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_requeued_job_goes_on_in_its_run_directory(slurm: SlurmCluster, tmp_path: Path) -> None:
     environment = clean_environment(tmp_path, "slurm-requeue", ENV_DIR=sys.prefix)
     flags = ("--max_steps", "40", "--save_steps", "3", "--run_name", "requeued")

@@ -28,7 +28,6 @@ def grpo(slurm: SlurmCluster, tmp_path: Path, mark: str, *arguments: str) -> sub
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_submitted_run_uses_its_frozen_code_and_is_followed_and_stopped(slurm: SlurmCluster, tmp_path: Path) -> None:
     mark = "slurm-submit"
     recipe = str(REPOSITORY / "recipes/smoke/grpo.yaml")
@@ -72,7 +71,6 @@ def submit_pair(slurm: SlurmCluster, tmp_path: Path, mark: str, profile: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_second_of_two_jobs_starts_from_the_model_of_the_first(slurm: SlurmCluster, tmp_path: Path) -> None:
     (first, sft), (second, run) = submit_pair(slurm, tmp_path, "slurm-pair", "cpu")
     slurm.wait(second, "COMPLETED", timeout=400)

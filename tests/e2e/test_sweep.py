@@ -52,7 +52,6 @@ def swept_methods(launch: Callable[..., Launch], words: list[str], folder: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(900)
 def test_weight_sync_methods_are_swept_into_one_table(launch: Callable[..., Launch], tmp_path: Path) -> None:
     # Two syncs: the first server of `none` has the weights already, the second is started with them.
@@ -66,7 +65,6 @@ def test_weight_sync_methods_are_swept_into_one_table(launch: Callable[..., Laun
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(1500)
 def test_weight_sync_methods_of_a_run_with_environments_are_swept(
     launch: Callable[..., Launch], tmp_path: Path
@@ -86,7 +84,6 @@ def test_weight_sync_methods_of_a_run_with_environments_are_swept(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_an_array_job_runs_every_trial_and_ends_in_one_report(slurm: SlurmCluster, tmp_path: Path) -> None:
     environment = {**slurm.env, **clean_environment(tmp_path, "slurm-sweep")}
     shown = (
@@ -121,7 +118,6 @@ def test_an_array_job_runs_every_trial_and_ends_in_one_report(slurm: SlurmCluste
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(1500)
 def test_hydra_keys_become_an_array_job_that_ends_in_one_report(slurm: SlurmCluster, tmp_path: Path) -> None:
     pytest.importorskip("hydra")
@@ -160,7 +156,6 @@ def test_hydra_keys_become_an_array_job_that_ends_in_one_report(slurm: SlurmClus
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_search_that_is_killed_goes_on_with_the_trial_that_ran(launch: Callable[..., Launch], tmp_path: Path) -> None:
     optuna = pytest.importorskip("optuna", reason="EXTRAS=search bash scripts/setup.sh")
     shown = "grpo sweep my.yaml learning_rate=log:1e-6..1e-4 beta=0,0.04 --search optuna --trials 20"
@@ -198,7 +193,6 @@ def test_a_search_that_is_killed_goes_on_with_the_trial_that_ran(launch: Callabl
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_trial_that_fails_is_named_and_run_again_alone(launch: Callable[..., Launch], tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.touch()

@@ -18,10 +18,9 @@ from real_runs import (
     stop_and_resume,
     weights_hash,
 )
-from rotation import ROTATES
 from shop import SHOP
 
-pytestmark = [pytest.mark.slow, pytest.mark.rotating]
+pytestmark = pytest.mark.slow
 FOLDER = REPOSITORY / "recipes/environments"
 CLASS = f"""{SHOP}
     def reset(self, **row):
@@ -46,7 +45,7 @@ def evaluations(run: Launch) -> list[dict[str, float]]:
 
 
 @pytest.mark.timeout(1500)  # its smoke model is made first, which takes minutes
-@pytest.mark.parametrize("mode", ["server", pytest.param("colocate", marks=ROTATES)])
+@pytest.mark.parametrize("mode", ["server", "colocate"])
 def test_a_model_learns_to_call_tools(launch: Callable[..., Launch], shop: Path, mode: str) -> None:
     run = launch(str(shop), "--vllm_mode", mode)
     assert run.wait(1300) == 0, run.output

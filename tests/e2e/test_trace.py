@@ -17,7 +17,6 @@ def sums(completions, answer):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_trace_of_two_ranks_agrees_with_the_metrics_and_goes_on_after_a_stop(
     launch: Callable[..., Launch], tmp_path: Path
 ) -> None:

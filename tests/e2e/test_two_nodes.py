@@ -37,7 +37,6 @@ def said(job: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_update_of_two_nodes_is_that_of_the_joined_batch(
     slurm: SlurmCluster, launch: Callable[..., Launch], tmp_path: Path
 ) -> None:
@@ -72,7 +71,6 @@ def test_the_update_of_two_nodes_is_that_of_the_joined_batch(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("bridge", "keys"), [("file", ()), ("lora", bridge_cells.LORA), ("restart", ())])
 def test_a_server_alone_on_its_node_gets_the_weights_of_the_other(
@@ -91,7 +89,6 @@ def test_a_server_alone_on_its_node_gets_the_weights_of_the_other(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_rank_killed_on_the_other_node_ends_the_run_and_is_named(slurm: SlurmCluster, tmp_path: Path) -> None:
     job, run = submit(slurm, tmp_path, "two-nodes-killed", "--max_steps", "100000")
     slurm.wait(job, "RUNNING", timeout=60)
@@ -138,7 +135,6 @@ def server_logs(run: Launch) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("bridge", "keys"), [("file", ()), ("lora", bridge_cells.LORA), ("restart", ())])
 def test_a_server_of_two_nodes_gets_the_weights_on_both(
@@ -161,8 +157,6 @@ def test_a_server_of_two_nodes_gets_the_weights_on_both(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.fault
 @pytest.mark.timeout(900)
 def test_an_engine_killed_on_the_other_node_is_named_and_the_server_replaced(
     slurm: SlurmCluster, tmp_path: Path

@@ -22,7 +22,6 @@ def find_folder(run: Launch, name: str) -> Path | None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(1500)
 def test_grpo_learns_only_after_supervised_fine_tuning(launch: Callable[..., Launch]) -> None:
     alone = launch(GRPO, "--max_steps", "3", "--save_strategy", "no", folder="alone")

@@ -86,7 +86,6 @@ def script_of_the_page(local: bool = True) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(2400)
 def test_the_page_followed_trains_on_own_data_and_compares_a_sweep(tmp_path: Path) -> None:
     mark = f"own-run-{tmp_path.name}-{os.getpid()}"

@@ -63,7 +63,6 @@ def rows_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_episodes_of_several_turns_are_played_and_solved(played: Any, tmp_path: Path) -> None:
     (result,) = played(environment=TWO, benchmarks=[TWO], benchmark_samples=4, benchmark_solved=0.5).values()
     (rows,) = rows_of(tmp_path).values()
@@ -85,7 +84,6 @@ def test_episodes_of_several_turns_are_played_and_solved(played: Any, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_each_environment_of_a_mixture_has_its_own_result(played: Any, tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym")
     entries = [{"id": TWO}, {"id": GYM, "args": {"max_terms": 2, "max_digits": 1}}]

@@ -92,7 +92,6 @@ class _Table(torch.nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_right_share_is_what_a_model_samples_and_the_reward_takes(bench: ModuleType) -> None:
     torch.manual_seed(0)
     tokenizer = bench.smoke.build_tokenizer()
@@ -140,7 +139,6 @@ def test_guessers(bench: ModuleType) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_model_is_made_once_and_depends_on_draw_and_plan(bench: ModuleType, tmp_path: Path) -> None:
     plan = bench.Pretraining(steps=2, batch=4)
     task = bench.graph(tmp_path / "one", 0, plan)

@@ -23,6 +23,5 @@ def test_the_page_and_its_figures_have_the_numbers_of_the_records(tables: Module
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_an_edited_table_is_written_again(tables: ModuleType) -> None:
     assert restored_tables(tables) == sorted(tables.TABLES)

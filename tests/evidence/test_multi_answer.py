@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from bench.scripts import script
-from rotation import ROTATES
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +69,7 @@ def test_metrics_are_the_expectation_over_8_samples(task: ModuleType) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.parametrize("tokens", [3, pytest.param(6, marks=ROTATES)])
+@pytest.mark.parametrize("tokens", [3, 6])
 def test_measured_mass_is_what_the_model_samples(task: ModuleType, tokens: int) -> None:
     torch.manual_seed(0)
     tokenizer = task.smoke.build_tokenizer()
@@ -261,8 +259,7 @@ def test_the_report_waits_for_the_whole_tuning_and_a_record_holds_the_protocols_
 
 @pytest.mark.parametrize(
     "part",
-    [pytest.param(part, marks=(pytest.mark.slow, pytest.mark.rotating)) for part in ("report", "lengths", "graph")]
-    + ["tuning"],
+    [pytest.param(part, marks=pytest.mark.slow) for part in ("report", "lengths", "graph")] + ["tuning"],
 )
 def test_each_part_in_small_and_where_it_was_stopped(
     bench: ModuleType, task: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
@@ -293,7 +290,6 @@ def test_each_part_in_small_and_where_it_was_stopped(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("part", ["report", "replication", "lengths", "graph"])
 def test_the_first_steps_of_a_recorded_run_come_out_again(bench: ModuleType, part: str) -> None:
     """From an equal model of the start, all numbers are equal, up to rounding of the last digit.

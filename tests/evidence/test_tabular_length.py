@@ -34,7 +34,6 @@ def alive(bench: ModuleType, arm: object, length: int, words: bool = False) -> f
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_length_takes_the_effect_of_listwise_per_token_and_not_that_of_kappa(bench):
     short, long = (alive(bench, bench.per_token(length), length) for length in (3, 30))
     maxrl = alive(bench, bench.PLAIN["MaxRL"], 30)
@@ -51,7 +50,6 @@ def test_listwise_per_token_comes_to_the_advantage_of_maxrl(bench):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("kappa", [1, 3])
 def test_listwise_rests_at_the_policy_of_most_entropy(bench, kappa):
     result = bench.rests(kappa, steps=1500)

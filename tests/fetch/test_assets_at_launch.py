@@ -71,7 +71,6 @@ def test_what_is_missing_is_brought_first(shell: Shell, variables: Variables, mo
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_fetch_that_fails_refuses_the_launch(shell: Shell, hub: FakeHub, variables: Variables, monkeypatch) -> None:
     monkeypatch.chdir(shell.folder)
     del hub.repos["dataset", "ada/rows"]
@@ -111,7 +110,6 @@ def test_local_data_that_changed_stops_a_resume(shell: Shell, variables: Variabl
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_resumed_run_gets_its_own_commits_back(shell: Shell, hub: FakeHub, variables: Variables, monkeypatch) -> None:
     monkeypatch.chdir(shell.folder)
     recipe = read_recipe(Path(shell.recipe()))

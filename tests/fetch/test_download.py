@@ -59,7 +59,6 @@ fcntl.flock = flock
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_what_was_fetched_loads_with_the_network_cut_off(shell: Shell, hub: FakeHub) -> None:
     shell.recipe()
     fetched = shell.run(*documented("grpo fetch my.yaml", {"my.yaml": "recipe.yaml"}, fake="the hub"))
@@ -77,7 +76,6 @@ def test_what_was_fetched_loads_with_the_network_cut_off(shell: Shell, hub: Fake
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_again_it_downloads_nothing_and_tells_of_newer_commits(shell: Shell, hub: FakeHub) -> None:
     shell.recipe()
     shell.grpo("fetch", "recipe.yaml")
@@ -99,7 +97,6 @@ def test_again_it_downloads_nothing_and_tells_of_newer_commits(shell: Shell, hub
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_what_a_purge_of_old_files_damaged_is_brought_again(shell: Shell) -> None:
     from datasets import load_from_disk
 
@@ -116,7 +113,6 @@ def test_what_a_purge_of_old_files_damaged_is_brought_again(shell: Shell) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_rows_whose_record_is_gone_are_not_brought_again(shell: Shell, hub: FakeHub) -> None:
     shell.recipe()
     shell.grpo("fetch", "recipe.yaml")
@@ -128,7 +124,6 @@ def test_rows_whose_record_is_gone_are_not_brought_again(shell: Shell, hub: Fake
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_what_killed_fetches_left_is_removed_though_the_file_system_has_no_locks(shell: Shell, has_locks: bool) -> None:
     shell.recipe()
@@ -152,7 +147,6 @@ def test_a_model_leaves_ctrl_c_as_it_was(shell: Shell) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_without_the_hub_it_says_what_is_here_and_what_is_not(shell: Shell) -> None:
     shell.recipe()
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:1"}
@@ -181,7 +175,6 @@ def test_without_the_hub_it_says_what_is_here_and_what_is_not(shell: Shell) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_gated_model_is_told_in_one_line_without_the_token(shell: Shell, hub: FakeHub) -> None:
     hub.repos["model", "ada/sums"].gated = True
     shell.recipe()
@@ -243,7 +236,6 @@ def test_a_model_that_does_not_fit_on_the_disk_is_not_begun(shell: Shell, hub: F
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_interrupted_it_says_so_and_goes_on_from_there(shell: Shell, hub: FakeHub) -> None:
     shell.recipe()
     hub.slow["model.safetensors"] = 60.0
@@ -263,7 +255,6 @@ def test_interrupted_it_says_so_and_goes_on_from_there(shell: Shell, hub: FakeHu
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_only_the_first_rows_of_a_stream_are_brought(shell: Shell, hub: FakeHub) -> None:
     hub.add("dataset", "ada/long", {"train.jsonl": jsonl(ROWS * 100)})
     shell.recipe(dataset_name="ada/long", dataset_streaming=True, max_train_prompts=7)

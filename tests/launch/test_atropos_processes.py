@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rotation import ROTATES
 
 from grpo_recipes.launch import run as launch_run
 from grpo_recipes.launch.processes import Child, Ending
@@ -121,7 +120,6 @@ def told_of(run: FakeRun, *roles: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_lost_run_api_starts_all_that_remembers_it_again_and_not_the_server(
     atropos_run: FakeRunOf, started: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,7 +148,6 @@ def test_a_lost_run_api_starts_all_that_remembers_it_again_and_not_the_server(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_lost_environment_is_started_again_alone(
     atropos_run: FakeRunOf, started: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,7 +197,6 @@ def test_what_only_training_needs_is_ended_before_benchmarks_and_stays_so(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_where_a_lost_server_takes_trainers_with_it_after_training_all_of_it_comes_again(
     atropos_run: FakeRunOf, started: list[str]
 ) -> None:
@@ -222,7 +218,6 @@ def test_where_a_lost_server_takes_trainers_with_it_after_training_all_of_it_com
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_server_that_reconnects_is_started_again_alone(atropos_run: FakeRunOf, started: list[str]) -> None:
     run = atropos_run()
 
@@ -237,8 +232,7 @@ def test_a_server_that_reconnects_is_started_again_alone(atropos_run: FakeRunOf,
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.parametrize("lost", ["server", pytest.param("run-api", marks=ROTATES)])
+@pytest.mark.parametrize("lost", ["server", "run-api"])
 def test_where_the_server_cannot_go_on_without_its_trainers_everything_is_started_again(
     atropos_run: FakeRunOf, started: list[str], lost: str
 ) -> None:
@@ -348,7 +342,6 @@ def test_a_port_that_another_process_took_meanwhile_is_said_with_its_pid(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_real_run_api_lives_as_long_as_its_trainers(
     atropos_run: FakeRunOf, port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -294,7 +294,6 @@ def test_a_report_longer_than_a_line_of_slurm_arrives_whole(job, workers):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_process_of_another_node_has_that_nodes_own_scratch(job, workers, tmp_path):
     begun(workers, job(), tmp_path / "run")
     child = remote(workers, tmp_path, STARTER)
@@ -411,7 +410,6 @@ def test_a_server_on_another_node_writes_its_stacks_and_its_stopped_engine_is_na
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_nothing_is_left_when_srun_is_killed(job, workers, tmp_path):
     begun(workers, job(), tmp_path / "run")
     child = remote(workers, tmp_path, STARTER)
@@ -459,7 +457,6 @@ class FakeChild:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_node_worker_that_is_killed_ends_the_run_and_leaves_nothing(job, workers, tmp_path):
     begun(workers, job(), tmp_path / "run")
     child = remote(workers, tmp_path, STARTER)
@@ -494,7 +491,6 @@ os.kill(os.getpid(), 9)
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_nothing_is_left_on_the_other_node_when_the_launcher_is_killed(job, tmp_path):
     environment = job()
     (tmp_path / "run/processes").mkdir(parents=True)

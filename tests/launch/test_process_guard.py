@@ -95,7 +95,6 @@ def test_the_commands_exit_code_is_passed_on_and_recorded(place, script, code, t
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_grandchildren_in_their_own_session_end_with_the_command(place):
     guard = place.guard(*place.parent(0.2, 3))
     sleeper = place.sleeper()
@@ -114,7 +113,6 @@ def test_sigterm_ends_the_command_and_everything_below(place):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_command_that_ignores_sigterm_is_killed(place):
     guard = place.guard("sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.1; done")
     wait_for(lambda: place.log.exists() and place.log.read_text() == "ready\n", "the trap")
@@ -166,7 +164,6 @@ sys.exit(subprocess.Popen([sys.executable, *sys.orig_argv[1:], "rank"], start_ne
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_of_a_cancelled_job_the_ranks_may_save_if_the_launcher_asked_for_it(place):
     guard = place.guard(sys.executable, "-c", SAVES, str(place.pid_file))
     rank = place.sleeper()
@@ -194,7 +191,6 @@ def orphaned(place):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_summary_that_cannot_be_written_leaves_no_scratch(place, orphaned):
     (place.run_dir / "summary.json").write_text("damaged")
     orphaned()
@@ -202,7 +198,6 @@ def test_a_summary_that_cannot_be_written_leaves_no_scratch(place, orphaned):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_run_that_another_launch_has_taken_over_is_left_to_it(place, orphaned):
     (place.run_dir / "summary.json").write_text('{"status": "running"}')
     (place.run_dir / "lock").write_text("host 1\n")

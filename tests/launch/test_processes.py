@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rotation import ROTATES
 
 from grpo_recipes.launch import processes
 from grpo_recipes.launch.processes import Child, Ending, Group, find_first_error, read_last_lines, wait_for_ending
@@ -142,7 +141,7 @@ def test_several_ranks_that_are_gone_are_waited_for_together(start, monkeypatch)
 @pytest.mark.parametrize(
     ("code", "exit_code", "how"),
     [
-        pytest.param("sys.exit(4)", 4, "exited with code 4", marks=ROTATES),
+        pytest.param("sys.exit(4)", 4, "exited with code 4", marks=pytest.mark.slow),
         ("sys.exit(0)", 1, "exited with code 0"),
         ("os.kill(os.getpid(), 9)", 137, "was killed by signal 9"),
     ],

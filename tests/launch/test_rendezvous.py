@@ -129,7 +129,6 @@ def test_the_wait_of_another_node_is_bounded_and_names_node_0(start_node, port):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
 def test_a_node_that_does_not_see_the_files_of_node_0_is_rejected(start_node, node_0, tmp_path, capsys):
     """R12: a run directory that is not shared is a clear error on that node, and node 0 prints the reason."""
@@ -214,7 +213,6 @@ def test_a_peer_that_sees_the_key_but_cannot_read_it_is_rejected(port, tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_loss_of_a_node_ends_the_run_and_names_it(start_node, node_0, tmp_path):
     """R12: if the command of a node is killed, the run on the other node ends."""
     node, workers = start_node(), node_0()

@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 from other_user import needs_root, other_user
-from rotation import ROTATES
 
 from grpo_recipes.fetch import built_in
 from grpo_recipes.launch import run as launch_run
@@ -177,7 +176,6 @@ def damage_and_kill(run: FakeRun, selection: slice) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_restart_passes_over_a_damaged_checkpoint_and_says_so(fake_run, capsys):
     run = fake_run(bridge="nccl")
 
@@ -297,7 +295,6 @@ def test_a_server_that_was_never_ready_is_not_started_again(fake_run, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_server_that_makes_no_token_is_replaced(fake_run, capsys):
     run = fake_run(server_stall_timeout=1.0)
 
@@ -313,7 +310,6 @@ def test_a_server_that_makes_no_token_is_replaced(fake_run, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_server_that_is_stopped_is_replaced(fake_run):
     run = fake_run(steps=200, server_stall_timeout=1.0)
 
@@ -411,7 +407,6 @@ def test_a_role_of_its_own_can_be_restarted_alone(fake_run, tmp_path, capsys, mo
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_role_of_its_own_can_be_restarted_with_the_trainers(fake_run, tmp_path, capsys):
     run = fake_run(steps=20, last=[toy(tmp_path, "restart with trainers")])
     before: list = []
@@ -492,7 +487,6 @@ def test_trainers_start_beside_the_server_and_wait_for_it(fake_run, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_server_that_dies_while_trainers_wait_for_it_is_to_blame(fake_run):
     run = fake_run(phase="start", server="late-server")
     trainers = []
@@ -524,8 +518,8 @@ def test_trainers_that_die_before_the_server_is_ready_end_the_run_at_once(fake_r
     ("signum", "code"),
     [
         (signal.SIGUSR1, 75),
-        pytest.param(signal.SIGTERM, 143, marks=ROTATES),
-        pytest.param(signal.SIGINT, 130, marks=ROTATES),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
         (None, 75),
     ],
 )
@@ -542,7 +536,6 @@ def test_a_request_to_stop_while_trainers_wait_for_the_server_ends_all_at_once(f
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_trainers_that_wait_for_the_server_do_not_stand_still(fake_run):
     run = fake_run(phase="start", server="late-server", stall_timeout=1.0)
     states = []
@@ -558,7 +551,6 @@ def test_trainers_that_wait_for_the_server_do_not_stand_still(fake_run):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_what_is_lost_while_the_server_starts_is_started_again_with_the_trainers(fake_run, tmp_path):
     run = fake_run(server="late-server", first=[replace(toy(tmp_path, "restart with trainers"), after=())])
     before: list = []

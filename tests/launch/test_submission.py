@@ -343,7 +343,6 @@ def test_how_a_check_that_gives_no_answer_ended_is_said(folder, monkeypatch, cap
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_what_is_not_here_is_refused_with_the_command_that_brings_it(monkeypatch, capsys) -> None:
     monkeypatch.undo()  # the real check --deep
     any_disk_has_room(monkeypatch)

@@ -466,7 +466,6 @@ def test_segments_that_were_removed_in_time_are_no_matter(tmp_path, run_scratch,
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_segments_of_other_programs_are_not_recorded(tmp_path, run_scratch, child):
     names_in(tmp_path / "names")
     wait_for_record(run_scratch, 3)

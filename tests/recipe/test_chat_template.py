@@ -105,7 +105,6 @@ def test_the_template_of_a_model_that_is_here_is_read(read: Read, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("tools", [None, [chat_template.TOOL]], ids=["no tools", "tools"])
 @pytest.mark.parametrize("role", ["user", "assistant", "system", "tool"])
 def test_a_template_is_rendered_as_transformers_does(role: str, tools: list[Any] | None) -> None:

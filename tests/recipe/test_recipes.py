@@ -115,7 +115,6 @@ def test_batches_on_several_nodes_need_the_gpus_of_a_node(capsys: pytest.Capture
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "path", sorted((find_code_root() / "recipes/environments").glob("*.yaml")), ids=lambda path: path.stem
 )

@@ -231,7 +231,6 @@ PIECES = [
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_random_answers_neither_raise_nor_equal_a_number_they_do_not_hold():
     draw = random.Random(7)
     for _ in range(20_000):

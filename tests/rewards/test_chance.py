@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rotation import ROTATES
 
 from grpo_recipes.rewards.load import open_rewards
 from grpo_recipes.rewards.pool import RewardPool
@@ -67,7 +66,7 @@ def launch(
 OTHERS = ("libraries", "at_import", "order_of_a_set", "awaited")
 
 
-@pytest.mark.parametrize("reward", ["plain", *(pytest.param(name, marks=ROTATES) for name in OTHERS)])
+@pytest.mark.parametrize("reward", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_two_launches_and_a_resumed_run_agree(tmp_path, reward):
     """S13: the number of workers and the order of the rows do not matter, and a resume begins in the middle."""
     first = launch(tmp_path, reward, range(3))
@@ -84,7 +83,6 @@ def test_another_seed_draws_other_numbers(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_libraries_that_the_call_imports_are_seeded():
     """S13: numpy and torch draw the same numbers if they are imported before or during the call."""
     code = """

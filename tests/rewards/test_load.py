@@ -289,7 +289,6 @@ def calls(project: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_score_by_time_limit_is_given_again_without_a_call(load: Any, project: Path) -> None:
     (score,) = load("own.py:score")
     score.generation = 4

@@ -199,7 +199,6 @@ def test_known_imports_get_more_time_in_each_child(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_first_calls_that_hang_get_less_and_less_extra_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_recipes.rewards.pace._FIRST_CALL_SECONDS", 1.6)
     with RewardPool(WILD, workers=1, timeout=0.2) as pool:

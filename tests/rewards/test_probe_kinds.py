@@ -73,7 +73,6 @@ def test_every_reward_that_cannot_be_loaded_is_reported(recipe, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_slow_reward_is_shown_fewer_completions(recipe, monkeypatch):
     """M19: at most some seconds for one reward, with all ways of writing an answer."""
     monkeypatch.setattr("grpo_recipes.rewards.probe._MOST_SECONDS", 2.0)

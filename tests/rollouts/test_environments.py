@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy
 import pytest
-from rotation import ROTATES
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.extensions.environments import libraries
@@ -58,7 +57,7 @@ def test_the_same_seed_and_actions_give_the_same_turns(spec: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [pytest.param(spec, marks=() if spec == "textarena:KuhnPoker-v0" else ROTATES) for spec in GAMES]
+    "spec", [pytest.param(spec, marks=() if spec == "textarena:KuhnPoker-v0" else pytest.mark.slow) for spec in GAMES]
 )
 def test_other_processes_give_the_same_turns_without_torch(spec: str) -> None:
     needs(spec)

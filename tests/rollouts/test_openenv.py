@@ -61,7 +61,6 @@ def test_finished_episodes_give_their_sessions_back(server: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_episodes_that_fail_or_are_left_give_their_sessions_back(server: str) -> None:
     for episode in range(4):
         turn_of(server, f"fails/{episode}", [], action_field="said")

@@ -82,7 +82,6 @@ def test_an_episode_that_grows_fails_and_the_others_are_played_again() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_slow_episode_is_played_again_within_its_turns_limits() -> None:
     actions = [["s", "s", "s", "k" if row == 0 else "s"] for row in range(3)]
     with RewardPool(PLAY, workers=1, timeout=1.0, valid=is_text) as pool:
@@ -92,7 +91,6 @@ def test_a_slow_episode_is_played_again_within_its_turns_limits() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_an_episode_that_hangs_when_it_is_played_again_fails() -> None:
     with RewardPool(PLAY, workers=1, timeout=1.0, valid=is_text) as pool:
         moved(pool, ["warm"], [[]])

@@ -40,7 +40,6 @@ def asked(first: int, **arguments: int) -> set[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("arguments", "trained", "held_out"),
     [
@@ -107,7 +106,6 @@ def test_scores_are_those_of_the_librarys_own_evaluation(name: str, row: int, ac
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_verifiers_own_game_of_several_turns_is_scored_as_its_own_evaluation_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

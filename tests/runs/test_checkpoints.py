@@ -432,7 +432,6 @@ def test_a_record_that_cannot_be_read_counts_as_damaged(run, capsys) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_no_bit_of_the_record_itself_can_flip_unnoticed(run) -> None:
     content = (run.folder / RECORD).read_bytes()
     for bit in range(len(content) * 8):

@@ -196,8 +196,6 @@ def test_no_damage_ends_in_a_traceback_or_resumes_changed_bytes(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.fault
 @pytest.mark.parametrize("name", [*STATE, *EXTRA])
 def test_no_damage_of_a_kind_does_in_any_command(whole: tuple[Path, pytest.MonkeyPatch], name: str) -> None:
     for damage, at in itertools.product(DAMAGES.values(), COMMANDS):

@@ -29,7 +29,6 @@ waits_here()
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("role", ["1", None])
 def test_every_process_of_the_server_adds_its_stacks_to_a_file_of_its_own(tmp_path: Path, role: str | None) -> None:
     variables = {**os.environ, "GRPO_RUN_DIR": str(tmp_path), "GRPO_SERVER": role or ""}
@@ -54,7 +53,6 @@ def test_every_process_of_the_server_adds_its_stacks_to_a_file_of_its_own(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("role", ["1", None])
 def test_the_engine_ends_with_a_server_that_is_killed(tmp_path: Path, role: str | None) -> None:
     """Otherwise the engine holds its GPU until the process is ended by hand: vLLM does not detect the death."""

@@ -19,7 +19,6 @@ from grpo_recipes.weights.guard import compute_sent_fingerprint, find_difference
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_on_gpus_a_load_goes_through_model_runner_v2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """G5: vLLM's own runner and loader read the file that the trainer wrote, and the report is about its tensors."""
     from vllm.config import LoadConfig
@@ -77,7 +76,6 @@ def test_on_gpus_a_load_goes_through_model_runner_v2(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_on_cpu_the_engine_sleeps_soon_after_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 

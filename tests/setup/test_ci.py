@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def steps(tmp_path: Path) -> list[dict]:
         subprocess.run([*git, *words], check=True)
     (source / ".venv").mkdir()
     variables = {
-        "PATH": f"{programs}:{os.environ['PATH']}", "HOME": str(home), "EXTRAS": "none", "GRPO_DAY": "1",
+        "PATH": f"{programs}:{os.environ['PATH']}", "HOME": str(home), "EXTRAS": "none",
         "DEVICE": "cuda", "HF_TOKEN": "x", "TMPDIR": str(tmp_path), "PIP_FIND_LINKS": "/a b", "https_proxy": "http://p",
     }  # fmt: skip
     done = subprocess.run(
@@ -68,7 +69,13 @@ def test_the_steps_are_the_commands_of_readme_and_then_those_of_contributing(ste
     assert set(readme_commands()) <= set(typed)
     assert "make test" in readme_commands()
     contributing = (REPOSITORY / "CONTRIBUTING.md").read_text()
-    assert all(line in contributing for line in typed[1:])
+    commands = [line.partition(" LAST_START=")[0] for line in typed[1:]]
+    assert commands != typed[1:] and all(command in contributing for command in commands)
+
+
+def test_whole_runs_start_in_the_first_54_minutes(steps: list[dict]) -> None:
+    (last_start,) = [word for step in steps for word in step["words"] if word.startswith("LAST_START=")]
+    assert 0 < time.time() + 54 * 60 - int(last_start.partition("=")[2]) < 100
 
 
 def test_a_step_sees_an_empty_home_and_no_variable_that_readme_does_not_show(steps: list[dict]) -> None:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import today
 from documented import documented
 from setup_checkout import REPOSITORY
 
@@ -25,7 +21,7 @@ from setup_checkout import REPOSITORY
         ("format", "/bin/ruff format ."),
         ("test", '-m pytest -m "not slow and not soak and not alone"'),
         ("docs", "-m mkdocs build --strict"),
-        ("e2e-today", 'tests/today.py -m "slow and not soak"'),
+        ("e2e", '-m pytest -m "slow and not soak"'),
         ("coverage", "tests/ledgers.py"),
         ("evidence", "bench/tables.py"),
         ("evidence", "evidence/maxent_tables.py"),
@@ -57,27 +53,12 @@ def test_make_test_runs_both_halves_though_the_first_fails_and_records_its_start
     assert subprocess.run(words, cwd=REPOSITORY, capture_output=True, timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize("recorded", ["started 1000\n", ""])
-def test_the_whole_runs_of_today_are_recorded_and_limited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: str
-) -> None:
-    """R0: make e2e-today computes the day and the time limit, which CI used to set in variables."""
-    record, calls = tmp_path / "cache/ran.txt", []
-    if recorded:
-        record.parent.mkdir()
-        record.write_text(recorded)
-    monkeypatch.setenv("GRPO_RAN_TESTS", str(record))
-    monkeypatch.setattr(sys, "argv", ["today.py", "-k", "x"])
-    run = lambda words, env: calls.append((words, env)) or SimpleNamespace(returncode=7)  # noqa: E731
-    monkeypatch.setattr(today.subprocess, "run", run)
-    assert today.main() == 7
-    ((words, env),) = calls
-    assert words[1:] == ["-m", "pytest", "-k", "x"] and env["PATH"]
-    assert int(env["GRPO_DAY"]) == int(time.time() // 86400)
-    assert float(env["GRPO_ROTATE_UNTIL"]) == pytest.approx(
-        (1000 if recorded else time.time()) + 60 * today.MINUTES, abs=600
-    )
-    assert record.read_text() == f"{recorded}day {env['GRPO_DAY']}\n"
+def test_whole_runs_start_until_a_time() -> None:
+    for words, variable in ((["LAST_START=1800000000"], "=1800000000 "), ([], "= ")):
+        told = subprocess.run(
+            ["make", "--dry-run", "e2e", *words], cwd=REPOSITORY, capture_output=True, text=True, timeout=30, check=True
+        )
+        assert f"GRPO_LAST_START{variable}" in told.stdout
 
 
 def test_clean_removes_what_was_built_and_no_run(tmp_path: Path) -> None:
@@ -93,10 +74,9 @@ def test_clean_removes_what_was_built_and_no_run(tmp_path: Path) -> None:
 
 
 def test_one_script_runs_everything_before_a_change() -> None:
-    steps = [
-        line.split("step ")[1] for line in (REPOSITORY / ".ci/run").read_text().splitlines() if "step make" in line
-    ]
-    assert steps == ["make lint", "make test", "make e2e-today", "make coverage", "make docs"]
+    lines = (REPOSITORY / ".ci/run").read_text().splitlines()
+    steps = [line.split()[1:3] for line in lines if line.startswith("step make")]
+    assert steps == [["make", target] for target in ("lint", "test", "e2e", "coverage", "docs")]
 
 
 def test_what_builds_the_documentation_is_in_the_locks() -> None:
@@ -112,23 +92,23 @@ def test_what_differs_between_clusters_stands_in_the_header_as_a_comment() -> No
         assert option in comments
 
 
-def test_make_test_runs_every_folder_once(tmp_path: Path) -> None:
-    """Tests that import torch run at the same time as the others; a failure of either fails make test."""
+def test_make_test_runs_both_parts_and_the_tests_that_run_alone(tmp_path: Path) -> None:
+    """The parts run at the same time; a failure of either fails make test."""
     python = tmp_path / "environment/bin/python"
     python.parent.mkdir(parents=True)
     variables = [f"ENV_DIR={tmp_path / 'environment'}", f"RAN_TESTS={tmp_path / 'ran.txt'}"]
     words = [*documented("make test"), "--old-file=setup", *variables]
-    for failing in ("--ignore=tests/trainers", " tests/trainers", "and alone"):
-        python.write_text(f'#!/bin/bash\necho "run: $*"\n[[ "$*" != *"{failing}"* ]]\n')
+    for failing in ("core: ", "above: ", "and alone"):
+        python.write_text(
+            f'#!/bin/bash\nrun="$GRPO_TEST_PART: $*"\necho "run of $run"\n[[ "$run" != *"{failing}"* ]]\n'
+        )
         python.chmod(0o755)
         done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
         assert done.returncode == 2
-        runs = [line for line in done.stdout.splitlines() if line.startswith("run: ")]
-        others, torch = sorted((run for run in runs if "not alone" in run), key=lambda run: "--ignore" not in run)
-        folders = {word for word in torch.split() if word.startswith("tests/")}
-        assert len(runs) == 3 and len(folders) > 5
-        assert {word.removeprefix("--ignore=") for word in others.split() if "--ignore" in word} == folders
-        assert all((REPOSITORY / folder).exists() for folder in folders)
+        above, core, alone = [line for line in done.stdout.splitlines() if line.startswith("run of ")]
+        assert core.startswith("run of core: tests/core_alone.py env GRPO_RAN_TESTS=") and "and not alone" in core
+        assert above.startswith("run of above: -m pytest") and "and not alone" in above
+        assert alone.startswith("run of : -m pytest") and "and alone" in alone
 
 
 def test_every_file_that_marks_tests_alone_is_among_those_that_make_names() -> None:

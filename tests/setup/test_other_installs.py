@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from setup_checkout import REPOSITORY
 
-pytestmark = [pytest.mark.slow, pytest.mark.rotating, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 OFFLINE = ("run_offline_grpo.py", "train.iterations=1", "model.train_id=smoke:sums", "data.problems=sums")
 TORCH_CPU = "https://download.pytorch.org/whl/cpu"
 BESIDE = ("torchvision", "torchaudio", "torchcodec")

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from documented import documented
-from rotation import ROTATES
 from setup_checkout import REPOSITORY, Checkout
 
 USR1_BIT = 1 << 9  # signal 10 in the SigIgn mask of /proc/PID/status
@@ -248,7 +247,7 @@ def test_cuda_environment_stays_on_a_login_node(checkout: Checkout) -> None:
         ("exit 9", "echo '(null)'; echo gpu:a100:4", "cuda"),
         ("echo 'GPU 0: NVIDIA A100'", "exit 1", "cuda"),
         ("echo 'NVIDIA-SMI has failed'", "echo '(null)'", "cpu"),
-        pytest.param("exit 9", "sleep 100", "cpu", marks=ROTATES),
+        pytest.param("exit 9", "sleep 100", "cpu", marks=pytest.mark.slow),
     ],
     ids=["cluster", "machine", "neither", "silent controller"],
 )
@@ -316,7 +315,6 @@ def silent_port() -> Iterator[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("setting", ["PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"])
 def test_silent_index_is_noticed(checkout: Checkout, silent_port: int, setting: str, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{silent_port}/simple"
@@ -332,7 +330,6 @@ def test_silent_index_is_noticed(checkout: Checkout, silent_port: int, setting: 
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_refused_index_is_noticed_without_showing_credentials(checkout: Checkout) -> None:
     port = closed_port()
     result = checkout.setup(PIP_INDEX_URL=f"http://someone:planted@127.0.0.1:{port}/simple")
@@ -413,7 +410,6 @@ def test_gpu_lock_never_takes_a_cpu_build() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_gpu_lock_resolves_on_this_machine(tmp_path: Path) -> None:
     # The settings for uv in pyproject.toml leave out torchvision, which this lock has. Nothing is downloaded.
     script = """source scripts/pip_settings.sh; export_uv_settings "$1"

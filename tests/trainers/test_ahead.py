@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rotation import ROTATES
 from transformers import TrainerCallback
 
 from grpo_recipes.runs.rundir import move_rows_after, stop_file
@@ -54,7 +53,6 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_asks_what_the_synchronous_run_asks_with_older_weights(
     server: FakeSampler, tmp_path: Path, shape: str
@@ -98,7 +96,6 @@ def test_the_server_samples_while_the_update_runs(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("shape", SHAPES)
 def test_weights_come_between_generations_and_an_evaluation_has_the_newest(
     server: FakeSampler, tmp_path: Path, shape: str
@@ -116,15 +113,14 @@ def test_weights_come_between_generations_and_an_evaluation_has_the_newest(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("phase", "step", "generation", "saved"),
     [
         ("sample", 2, 1, 1),
-        pytest.param("score", 3, 2, 2, marks=ROTATES),
-        pytest.param("evaluate", 2, 1, 2, marks=ROTATES),
-        pytest.param("update", 3, 1, 3, marks=ROTATES),
-        pytest.param("save", 4, 1, 4, marks=ROTATES),
+        ("score", 3, 2, 2),
+        ("evaluate", 2, 1, 2),
+        ("update", 3, 1, 3),
+        ("save", 4, 1, 4),
     ],
 )
 def test_a_stopped_run_goes_on_as_if_left_alone(
@@ -143,8 +139,7 @@ def test_a_stopped_run_goes_on_as_if_left_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.parametrize("shape", ["two generations a step", *(pytest.param(name, marks=ROTATES) for name in OTHERS)])
+@pytest.mark.parametrize("shape", ["two generations a step", *OTHERS])
 def test_a_killed_run_goes_on_from_a_checkpoint_as_if_left_alone(
     server: FakeSampler, tmp_path: Path, shape: str
 ) -> None:

@@ -120,7 +120,6 @@ def test_with_a_limit_of_one_the_best_and_the_newest_stay(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("best", [2, 6])
 def test_equal_rewards_keep_the_first(tmp_path: Path, best: int) -> None:
     scores = {2: 2.0, 4: 2.0, 6: 2.0} if best == 2 else {2: 1.0, 4: None, 6: 2.0}
@@ -130,7 +129,6 @@ def test_equal_rewards_keep_the_first(tmp_path: Path, best: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("damage", ["missing", "damaged"])
 def test_a_lost_best_checkpoint_is_no_model(tmp_path: Path, kept: tuple[Path, GRPOTrainer], damage: str) -> None:
     class Breaks(TrainerCallback):
@@ -184,7 +182,6 @@ def test_a_training_without_checkpoints_can_stop_early(tmp_path: Path, capfd: py
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_finished_run_takes_no_step_and_a_larger_patience_continues(
     tmp_path: Path, stopped_early: tuple[Path, GRPOTrainer]
 ) -> None:
@@ -202,7 +199,6 @@ def test_a_finished_run_takes_no_step_and_a_larger_patience_continues(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("restores", [False, True], ids=["", "callback states"])
 @pytest.mark.parametrize(
     ("stop_in", "stop_after"), [(2, None), (4, None), (6, None), (None, 3), (None, 5)],
@@ -228,7 +224,6 @@ def test_best_and_patience_survive_a_stop(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_an_attempt_that_was_killed_leaves_no_best_of_the_future(
     tmp_path: Path, stopped_early: tuple[Path, GRPOTrainer]
 ) -> None:
@@ -262,7 +257,6 @@ def test_an_attempt_that_was_killed_leaves_no_best_of_the_future(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_evaluations_of_callbacks_do_not_count(tmp_path: Path) -> None:
     class EvaluatesToo(TrainerCallback):
         trainer: GRPOTrainer
@@ -276,7 +270,6 @@ def test_evaluations_of_callbacks_do_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_best_adapter_becomes_the_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     from grpo_recipes import smoke

@@ -86,7 +86,6 @@ class Ends(TrainerCallback):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("event", ["on_step_end", "on_log", "on_evaluate", "on_save"])
 def test_a_run_that_a_callback_ended_is_finished(tmp_path: Path, event: str) -> None:
     keys = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2, "per_device_eval_batch_size": 4}
@@ -117,7 +116,6 @@ def test_a_stop_request_does_not_finish_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_wandb_gets_the_names_and_the_id_of_the_run(folder: Path) -> None:
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
     code += "from pathlib import Path; from tiny_training import train; train(Path('run'), report_to='wandb')"

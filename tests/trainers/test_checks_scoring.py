@@ -239,7 +239,6 @@ def train(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_resumed_run_gives_the_verdicts_of_the_time_limit_again(tmp_path: Path) -> None:
     (tmp_path / "slow").touch()
     rows = train(tmp_path)

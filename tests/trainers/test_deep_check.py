@@ -207,7 +207,6 @@ def test_answers_may_end_with_a_token_of_the_generation_config(sums, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_deep_check_prints_no_warning_of_a_library(tmp_path):
     """M7: vLLM warned about Triton in every --deep on a machine without a GPU."""
     rows = "".join(json.dumps(row) + "\n" for row in smoke.split_sums()[0])
@@ -378,7 +377,6 @@ def test_a_game_is_played_with_moves_that_it_takes(read, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_template_renders_the_answers_of_tools(read, tmp_path, monkeypatch):
     pytest.importorskip("verifiers")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "rollouts/envs"))

@@ -277,7 +277,6 @@ def test_failed_episodes_are_counted_and_too_many_end_the_run(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_environments_that_all_hang_are_given_up(tmp_path: Path, model: str) -> None:
     trainer = make_trainer(tmp_path, model, kind="Wild", environment_timeout=0.5, environment_args={"exactly": 1})
     trainer._generate_single_turn = lambda prompts, *_: ([TEXT("h").input_ids] * len(prompts), None)

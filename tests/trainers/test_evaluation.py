@@ -137,7 +137,6 @@ def test_the_summary_has_the_first_and_the_last_evaluation(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("stop_in", [2, 4], ids=lambda step: f"step-{step}")
 def test_a_run_stopped_in_an_evaluation_makes_up_for_it(
     tmp_path: Path, evaluated: tuple[Path, Scores, GRPOTrainer, RandomStates], stop_in: int
@@ -159,7 +158,6 @@ def test_a_run_stopped_in_an_evaluation_makes_up_for_it(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_stop_while_a_resumed_run_makes_up_for_an_evaluation(
     tmp_path: Path, evaluated: tuple[Path, Scores, GRPOTrainer, RandomStates]
 ) -> None:
@@ -179,7 +177,6 @@ def test_a_stop_while_a_resumed_run_makes_up_for_an_evaluation(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_an_evaluation_that_was_made_up_for_counts_for_the_best_metric(tmp_path: Path) -> None:
     keys = EVALUATED | {"max_steps": 3, "metric_for_best_model": "reward", "save_strategy": "best"}
     train(tmp_path / "whole", **keys)
@@ -196,7 +193,6 @@ def test_an_evaluation_that_was_made_up_for_counts_for_the_best_metric(tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_run_resumed_without_evaluation_owes_none(tmp_path: Path) -> None:
     train(tmp_path, Scores(2, stop_file(tmp_path)), **EVALUATED)
     stop_file(tmp_path).unlink()
@@ -207,7 +203,6 @@ def test_a_run_resumed_without_evaluation_owes_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_stop_in_an_evaluation_at_the_end_of_an_epoch_adds_no_row_twice(tmp_path: Path) -> None:
     keys = EVALUATED | {"eval_steps": 12, "max_steps": 14}  # an epoch has 12 steps
     whole, run = tmp_path / "whole", tmp_path / "run"
@@ -229,7 +224,6 @@ class StopAfter(TrainerCallback):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
 def test_a_stop_saves_before_it_evaluates(tmp_path: Path, strategy: str) -> None:
     keys = EVALUATED | {"eval_strategy": strategy}

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rotation import ROTATES
 from transformers import TrainerCallback
 
 from grpo_recipes.runs.checkpoints import find_newest_complete
@@ -74,8 +73,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.parametrize("name", ["easy", pytest.param("hard", marks=ROTATES)])
+@pytest.mark.parametrize("name", ["easy", "hard"])
 @pytest.mark.parametrize("step", [0, 2], ids=["on start", "step 2"])
 def test_a_run_stopped_among_its_sets_goes_on_with_those_left(
     tmp_path: Path, whole: tuple[Path, GRPOTrainer], name: str, step: int
@@ -97,7 +95,6 @@ def test_a_run_stopped_among_its_sets_goes_on_with_those_left(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_an_evaluation_made_up_for_twice_still_counts_for_the_best_metric(tmp_path: Path) -> None:
     keys = KEYS | {"metric_for_best_model": "reward", "greater_is_better": True, "steps_per_generation": 2}
     run = tmp_path / "run"
@@ -167,7 +164,6 @@ def test_an_evaluation_of_the_users_own_changes_nothing_in_the_training(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("predicts", [False, True], ids=["evaluate", "predict"])
 def test_no_evaluation_is_owed_for_one_of_the_users_own(tmp_path: Path, predicts: bool) -> None:
     keys = KEYS | {"eval_steps": 4, "save_strategy": "steps", "save_steps": 2}
@@ -199,7 +195,6 @@ def test_the_evaluation_on_start_is_made_though_another_set_was_evaluated(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_stop_in_an_evaluation_that_the_learning_rate_waits_for(tmp_path: Path) -> None:
     keys = KEYS | {
         "lr_scheduler_type": "reduce_lr_on_plateau",
@@ -239,7 +234,6 @@ def test_persistent_workers_do_not_keep_the_first_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_draws_of_a_set_do_not_depend_on_the_sets_before_it(tmp_path: Path) -> None:
     folder = tmp_path / "reversed"
     train(folder, held_out=dict(reversed(sets().items())), eval_on_start=True, **KEYS | {"max_steps": 1})

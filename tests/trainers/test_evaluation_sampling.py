@@ -47,7 +47,6 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> tuple[Sam
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_greedy_evaluations_do_not_depend_on_the_seed_and_leave_the_training_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,7 +58,6 @@ def test_greedy_evaluations_do_not_depend_on_the_seed_and_leave_the_training_alo
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_seeds_of_evaluations_are_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [
         run(tmp_path / str(place), monkeypatch, eval_sampling_seed=seed)[0].evaluated

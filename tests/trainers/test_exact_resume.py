@@ -11,7 +11,6 @@ import pytest
 import torch
 from exact_record import record
 from rank_processes import run_ranks
-from rotation import ROTATES
 
 from grpo_recipes.runs.checkpoints import publish_checkpoint
 
@@ -30,7 +29,7 @@ OFTEN = {1: ["uneven"], 2: ["two-iterations"]}  # shapes by number of ranks
 SELDOM = {1: ["one-iteration", "two-iterations"], 2: ["one-iteration", "uneven"], 3: ["two-iterations"]}  # for minutes
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=ROTATES)], ids=lambda count: f"{count}-ranks")
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=lambda count: f"{count}-ranks")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     return trained(tmp_path_factory.mktemp("ranks"), request.param, OFTEN[request.param])
 
@@ -86,7 +85,6 @@ def test_with_ignore_data_skip_the_epoch_begins_again(ranks: Found) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("count", SELDOM)
 def test_runs_of_the_other_shapes(tmp_path: Path, count: int) -> None:
     ranks = trained(tmp_path, count, SELDOM[count])

@@ -104,7 +104,6 @@ def test_the_weights_of_the_last_step_are_looked_at_too(server: FakeSglang, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_seed_of_evaluations_alone_decides_what_they_draw(server: FakeSglang, tmp_path: Path) -> None:
     keys = {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "eval_max_completion_length": 2}
     drawn = []
@@ -118,7 +117,6 @@ def test_the_seed_of_evaluations_alone_decides_what_they_draw(server: FakeSglang
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_server_that_refuses_weights_ends_the_run(server: FakeSglang, tmp_path: Path) -> None:
     server.refuses_weights = True
     with pytest.raises(ServerError, match="no such architecture"):

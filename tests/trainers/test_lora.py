@@ -118,7 +118,6 @@ def adapted(base: Path, dtype: torch.dtype = torch.float32, **keys: Any) -> Peft
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "key",
     [

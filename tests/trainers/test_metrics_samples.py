@@ -209,7 +209,6 @@ def test_training_writes_a_row_a_generation(tmp_path: Path, samples: int) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize(("before", "now"), [(8, 4), (4, 8)])
 def test_after_a_resume_with_another_batch_the_rows_are_those_of_the_new_generations(
     tmp_path: Path, before: int, now: int

@@ -313,7 +313,6 @@ def test_an_adapter_has_the_gradient_that_it_has_in_micro_batches_of_trl(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_sixty_steps_of_adam_end_with_the_weights_of_trls_own_micro_batches(tmp_path: Path, model: str) -> None:
     keys = {**KEYS, "max_steps": 60, "optim": "adamw_torch", "learning_rate": 1e-5, "max_grad_norm": 1.0, "beta": 0.04}
     before = weights_of(make_trainer(tmp_path, model, GRPOTrainer, **keys))

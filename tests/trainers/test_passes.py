@@ -195,7 +195,6 @@ def test_a_mixture_of_experts_with_its_own_loss_is_fed_as_trl_does_it(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("accelerator", ["multi_gpu", "zero2", "zero3", "fsdp2"])
 def test_ranks_whose_rows_differ_make_as_many_passes(tmp_path: Path, model: str, accelerator: str) -> None:
     """Otherwise the ranks would deadlock, or mix up the gradients of different parameters."""

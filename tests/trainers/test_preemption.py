@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from rank_processes import run_ranks
-from rotation import ROTATES
 
 from grpo_recipes.rewards.score import RewardWrapper
 from grpo_recipes.runs import stop_request as stop_module
@@ -40,10 +39,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     [
         ("sample", 2, 1, 1),
         ("sample", 4, 2, 3),  # gradients of the first generation are dropped; an epoch has just ended
-        pytest.param("score", 3, 2, 2, marks=ROTATES),
-        pytest.param("evaluate", 2, 1, 2, marks=ROTATES),
+        pytest.param("score", 3, 2, 2, marks=pytest.mark.slow),
+        pytest.param("evaluate", 2, 1, 2, marks=pytest.mark.slow),
         ("update", 3, 1, 3),  # the last step of an epoch
-        pytest.param("save", 4, 1, 4, marks=ROTATES),
+        pytest.param("save", 4, 1, 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_stopped_run_goes_on_as_if_left_alone(
@@ -68,7 +67,6 @@ def test_a_stopped_run_goes_on_as_if_left_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_nothing_is_saved_before_the_first_step(tmp_path: Path, whole: dict[str, Any]) -> None:
     _, stopped = run(tmp_path, Moment(stop_file(tmp_path).touch, "begin", 1))
     assert str(stopped) == "stopped on request before the first step was completed; there is nothing to save"
@@ -77,7 +75,6 @@ def test_nothing_is_saved_before_the_first_step(tmp_path: Path, whole: dict[str,
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_checkpoint_stands_where_a_resumed_run_completed_no_step(tmp_path: Path, whole: dict[str, Any]) -> None:
     run(tmp_path, Moment(stop_file(tmp_path).touch, "evaluate", 2))
 
@@ -93,7 +90,6 @@ def test_a_request_after_the_last_step_changes_nothing(tmp_path: Path, whole: di
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_stop_on_start_is_before_the_first_evaluation(tmp_path: Path) -> None:
     _, stopped = run(tmp_path, Moment(stop_file(tmp_path).touch, "evaluate", 1), eval_on_start=True)
     assert "nothing to save" in str(stopped)
@@ -212,7 +208,6 @@ def test_a_forked_worker_still_dies_of_sigterm(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_what_was_restored_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, Moment(stop_file(tmp_path).touch, "score", 2))
     capsys.readouterr()
@@ -230,7 +225,6 @@ def test_what_was_restored_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "name", ["grpo_window_0.pt", "rng_state.pth", "optimizer.pt", "scheduler.pt", "trainer_state.json"]
 )

@@ -99,7 +99,6 @@ def test_a_group_that_never_ends_holds_no_finished_run(rank, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_stacks_of_all_threads_are_shown_on_sigusr2(rank, tmp_path):
     code = (
         "import signal, threading, time\nthreading.Thread(target=time.sleep, args=(30,), daemon=True).start()\n"
@@ -191,7 +190,6 @@ with recording_rank(Path(sys.argv[1])):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_finished_rank_is_not_aborted_by_a_collective_it_did_not_wait_for(tmp_path):
     (tmp_path / "processes").mkdir()
     script = tmp_path / "unfinished.py"
@@ -250,7 +248,6 @@ def test_the_cause_names_the_line_of_the_users_own_code(rank, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_rank_ends_with_what_started_it(tmp_path):
     """Start a rank like accelerate does. If launcher, guard and accelerate are killed, nothing else ends the rank."""
     (tmp_path / "processes").mkdir()

@@ -61,7 +61,6 @@ def test_a_checkpoint_without_the_reference_is_named(tmp_path: Path, model: str)
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("accelerator", ["zero3", "fsdp2"])
 def test_every_process_holds_its_part_of_the_initial_model(model: str, accelerator: str) -> None:
     # DeepSpeed compiles its Adam once.

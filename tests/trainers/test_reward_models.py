@@ -72,7 +72,6 @@ def test_two_ranks_equal_one(tmp_path: Path, model: str, scorer: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(900)  # DeepSpeed compiles its optimizer at the first use
 @pytest.mark.parametrize("accelerator", ["fsdp2", "zero3"])
 def test_ranks_with_sharded_models_get_the_scores_of_one(

@@ -98,7 +98,6 @@ def test_a_slow_reward_and_sampling_share_their_time(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize(("phase", "step", "generation"), [("score", 3, 2), ("update", 3, 1)])
 def test_a_stopped_run_equals_an_uninterrupted_run(
     server: FakeSampler, tmp_path: Path, phase: str, step: int, generation: int

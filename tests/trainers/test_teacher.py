@@ -12,7 +12,6 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from rank_processes import run_ranks
-from rotation import ROTATES
 from transformers import AutoModelForCausalLM
 from trl.experimental.iw_opd import IWOPDConfig, IWOPDTrainer
 
@@ -204,8 +203,7 @@ def test_an_adapter_learns_from_a_teacher(tmp_path: Path, model: str, teacher: s
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.parametrize("accelerator", ["zero3", "fsdp2", pytest.param("multi_gpu", marks=ROTATES)])
+@pytest.mark.parametrize("accelerator", ["zero3", "fsdp2", "multi_gpu"])
 def test_ranks_that_share_a_teacher_take_the_steps_of_one(
     tmp_path: Path, model: str, teacher: str, accelerator: str
 ) -> None:

@@ -181,7 +181,6 @@ def train_twice(folder: Path, tracker: str, variables: Mapping[str, str]) -> dic
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(1200)
 def test_trackio_has_every_step_and_completions_after_a_stop(
     tmp_path: Path, install: Callable[[str], dict[str, str]]
@@ -202,7 +201,6 @@ def test_trackio_has_every_step_and_completions_after_a_stop(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.timeout(1200)
 def test_mlflow_has_every_step_in_one_run_after_a_stop(
     tmp_path: Path, install: Callable[[str], dict[str, str]]

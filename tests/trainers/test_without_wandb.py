@@ -58,7 +58,6 @@ def ran(environment: dict[str, str], *words: Any, cwd: Path) -> subprocess.Compl
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_client_and_trainer_need_no_wandb(without_wandb: dict[str, str], tmp_path: Path, model: str) -> None:
     pytest.importorskip("atroposlib")
     missing = ran(without_wandb, "-c", "import wandb", cwd=tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -187,11 +186,10 @@ def test_the_fix_names_bridges_that_serve_the_setup():
 
 @pytest.fixture(scope="module")
 def collected() -> set[str]:
-    """The tests of the files that show cells, each with its parameters, as pytest collects them on any day."""
+    """The tests of the files that show cells, each with its parameters, as pytest collects them."""
     files = {"tests/e2e/test_bridges.py", *(test.partition("::")[0] for test in bridge_cells.ELSEWHERE.values())}
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *sorted(files)]
-    environment = {name: value for name, value in os.environ.items() if name != "GRPO_DAY"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return {line for line in done.stdout.splitlines() if "::" in line}
 
 

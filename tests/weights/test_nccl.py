@@ -17,7 +17,6 @@ import pytest
 import requests
 import torch
 from rank_processes import start_module
-from rotation import ROTATES
 from waiting import wait_for
 
 pytest.importorskip("vllm")
@@ -125,7 +124,10 @@ def steps(calls: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "sizes", [(1, 1), pytest.param((2, 1), marks=ROTATES), pytest.param((2, 2), marks=ROTATES)], indirect=True, ids=str
+    "sizes",
+    [(1, 1), pytest.param((2, 1), marks=pytest.mark.slow), pytest.param((2, 2), marks=pytest.mark.slow)],
+    indirect=True,
+    ids=str,
 )
 def test_weights_arrive_whole_in_order_and_through_several_buffers(client, server, sizes):
     """All workers of all replicas are in the group, and rank 0 is the trainer."""
@@ -225,7 +227,6 @@ def test_a_step_that_the_server_refuses_ends_the_transfer_and_is_asked_once(clie
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize(("fault", "message"), [({"refuses": [UPDATE]}, "refused"), ({"fails_at": 1}, "takes no more")])
 def test_a_worker_that_fails_leaves_a_reason_though_the_collective_waits_for_it(
     client, server, capfd, monkeypatch, fault, message
@@ -269,10 +270,7 @@ def test_a_server_that_is_killed_in_the_middle_of_a_transfer_ends_it_with_its_ca
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.parametrize(
-    "orders", [{"hangs": [INIT]}, pytest.param({"refuses": [INIT]}, marks=ROTATES)], ids=["hangs", "refuses"]
-)
+@pytest.mark.parametrize("orders", [{"hangs": [INIT]}, {"refuses": [INIT]}], ids=["hangs", "refuses"])
 def test_a_rendezvous_that_never_comes_ends_within_its_limit(server, connect, read, tmp_path, monkeypatch, orders):
     """A real rank waits for a server that never joins, and the launcher's monitor runs next to it."""
     monkeypatch.setattr(monitor, "_DUMP_SECONDS", 1)

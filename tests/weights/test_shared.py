@@ -297,7 +297,6 @@ def other() -> Iterator[OtherProcess]:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_gpus_memory_of_another_process_is_written_where_it_is(gpu, other, tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_SYNC_DIR", str(tmp_path / "sync"))
     client, model = LocalClient(other, tmp_path), Trained()

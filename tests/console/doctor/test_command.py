@@ -80,7 +80,6 @@ def test_a_run_is_explained(doctor, make_run, row, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.alone  # it measures that the checks wait at the same time
 def test_programs_that_hang_do_not_hold_it_up(fake_program):
     for name in ("sinfo", "nvidia-smi"):

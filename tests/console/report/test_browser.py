@@ -190,7 +190,6 @@ def rows_of(view: dict[str, Any]) -> list[list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_a_running_page_loads_itself_again_and_keeps_what_is_open(tmp_path: Path) -> None:
     samples = [sample | token_view(["a", "b"], "2:1") for sample in two_samples()]
     page = write_report(make_run(tmp_path, steps=30, summary={"status": "running"}, samples=samples))
@@ -226,7 +225,6 @@ setTimeout(note, 20000);
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_the_picture_of_the_docs_is_made_from_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["report_picture", "--out", str(tmp_path)])
     report_picture.main()

@@ -124,7 +124,6 @@ def test_prompts_are_spread_and_become_fewer_where_the_page_would_be_too_large()
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_the_filter_leaves_right_or_wrong_completions_and_nothing_overflows(tmp_path: Path, dark: bool) -> None:

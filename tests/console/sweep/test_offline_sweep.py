@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-from rotation import ROTATES
 
 pytest.importorskip("hydra")
 
@@ -32,8 +31,7 @@ def read_sweeps(folder: Path) -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
-@pytest.mark.parametrize("words", [EIGHTEEN, pytest.param(LISTS, marks=ROTATES)], ids=["commas", "lists"])
+@pytest.mark.parametrize("words", [EIGHTEEN, LISTS], ids=["commas", "lists"])
 def test_eighteen_runs_differ_in_folder_and_configuration_and_end_in_one_table(folder, fake_launches, capsys, words):
     assert multirun(FREE, *words) == 0
     (saved_sweep,) = read_sweeps(folder)
@@ -77,7 +75,6 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_it_is_submitted_as_one_array_job_whose_servers_have_ports_of_their_own(folder, scripts, capsys):
     words = ("train.lr=5e-6,1e-5", "train.kl_coef=[0.02,0.05,0.1]", *ON_SLURM)
     assert multirun(*words, "--time", "00:10:00", "--name", "mine") == 0
@@ -97,7 +94,6 @@ def test_it_is_submitted_as_one_array_job_whose_servers_have_ports_of_their_own(
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_optuna_chooses_values_of_hydra_keys(folder, fake_launches, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["grpo_recipes/cli/offline.py", "-m", "train.lr=log:1e-6..1e-4"])
     pytest.importorskip("optuna", reason="EXTRAS=search bash scripts/setup.sh")

@@ -132,7 +132,6 @@ def test_a_search_that_ended_begins_anew_or_takes_more_trials(sweep, read_sweeps
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("moment", ["kill", "after"])
 def test_a_killed_search_goes_on_as_if_it_had_not_been(sweep, read_sweeps, rewards, fake_launches, capsys, moment):
     assert sweep(*SPACE, "--search", "optuna", "--trials", "14", "--name", "whole") == 0

@@ -788,7 +788,6 @@ def test_tables_of_the_page_have_every_flag_and_variable() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_no_flag_of_the_example_trainer_is_forgotten() -> None:
     pytest.importorskip("torch")
     trainer_cli = pytest.importorskip("example_trainer.cli")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rotation import ROTATES
 
 from grpo_recipes.paths import find_code_root
 
@@ -76,7 +75,7 @@ def test_a_training_that_fails_ends_the_smoke_test_with_its_last_line(checkout: 
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "smoke_test.py: grpo: it broke\n")
 
 
-@pytest.mark.parametrize("broken", [None, *(pytest.param(name, marks=ROTATES) for name in run_tests.TESTS)])
+@pytest.mark.parametrize("broken", [None, *(pytest.param(name, marks=pytest.mark.slow) for name in run_tests.TESTS)])
 def test_the_tests_that_pass_are_counted(checkout: Path, broken: str | None) -> None:
     for description, test in run_tests.TESTS.items():
         path, _, name = test.partition("::")

@@ -121,7 +121,6 @@ def test_a_gpu_that_is_not_there_is_never_replaced() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     "words",
     [

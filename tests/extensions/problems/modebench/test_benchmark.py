@@ -143,7 +143,6 @@ def test_a_stop_before_training_says_that_nothing_is_trained(trainer: Any, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 def test_it_leaves_no_trace_in_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and all metrics except times are equal in a run with and without the benchmark."""
     runs = []

@@ -1,0 +1,73 @@
+"""The order of the tests, and the time after which no slow test starts.
+
+A slow test takes from ten seconds to minutes. `make e2e` runs all of them. The files that the last commits concern come
+first. A commit concerns the test files that it changes, and the test files with a word of its source files in their
+path: ``src/grpo_recipes/weights/lora.py`` concerns ``tests/weights/`` and ``tests/e2e/test_lora.py``. Files that take
+long come next, so that the processes of pytest end at about the same time.
+
+CI sets a time, the variable GRPO_LAST_START in seconds since 1970. Slow tests that would start later are left out. On a
+machine that is slower than two quiet cores, these are tests that the last commits do not concern.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+COMMITS = 10  # older commits do not change the order
+MOST_FILES = 20  # a commit with more files, such as a renaming, concerns no test more than another
+COMMON_WORDS = {"", "src", "grpo", "recipes", "grpo_recipes", "extensions", "tests", "test", "e2e"}
+LEFT_OUT = "would start after the time that CI has: make e2e runs it"
+# Files and folders that take longest, below tests/.
+LONGEST = (
+    "trainers/test_exact_resume.py", "e2e/test_gpu_stages.py", "evidence/test_multi_answer.py", "docs", "trainers",
+    "evidence", "bench", "data", "fetch", "launch", "setup", "evaluate", "test_wrong_recipes.py",
+)  # fmt: skip
+
+
+def sort_key(path: Path) -> tuple[int, int]:
+    """Return the place of a test file: by the newest commit that concerns it, then by its place in ``LONGEST``."""
+    places = (place for place, name in enumerate(LONGEST) if path.is_relative_to(TESTS / name))
+    return count_newer_commits(path, read_recent_changes()), next(places, len(LONGEST))
+
+
+@functools.cache
+def read_recent_changes(repository: Path = TESTS.parent) -> list[set[str]]:
+    """Return what each of the last commits concerns, newest first: test files, and words of its source files' paths.
+
+    A copy without git's history has no commits.
+    """
+    log = subprocess.run(
+        ["git", "log", f"-{COMMITS}", "--format=%x00", "--name-only", "--", "src/grpo_recipes", "tests"],
+        cwd=repository, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    changes = []
+    for commit in log.stdout.split("\0")[1:]:
+        files = commit.split()
+        of_files = [{file} if file.startswith("tests/") else subject_words(Path(file)) for file in files]
+        changes.append(set().union(*of_files) if len(files) <= MOST_FILES else set())
+    return changes
+
+
+def subject_words(path: Path) -> set[str]:
+    """Return the words of a path that name its subject: `tests/e2e/test_two_nodes.py` has `two` and `nodes`."""
+    return {*path.parent.parts, *path.stem.split("_")} - COMMON_WORDS
+
+
+def count_newer_commits(path: Path, changes: list[set[str]]) -> int:
+    """Return how many commits are newer than the last one that concerns a test file, at most ``COMMITS``."""
+    subjects = {str(path.relative_to(TESTS.parent)), *subject_words(path.relative_to(TESTS.parent))}
+    return next((index for index, change in enumerate(changes) if subjects & change), COMMITS)
+
+
+def leave_out_if_late(item: pytest.Item) -> None:
+    """Skip a slow test that would start too late."""
+    last_start = os.environ.get("GRPO_LAST_START")
+    if last_start and item.get_closest_marker("slow") and time.time() > float(last_start):
+        pytest.skip(LEFT_OUT)
