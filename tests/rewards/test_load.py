@@ -48,6 +48,18 @@ def data(completions):
     return [float((Path(__file__).parent / "data.txt").read_text())]
 """
 
+FLAKY = """
+from pathlib import Path
+
+def score(completions):
+    with Path("calls").open("a") as file:
+        file.write(completions[0] + "\\n")
+    count = Path("calls").read_text().split().count(completions[0])
+    if count == 1 or completions[0] == "none":
+        raise OSError(f"call {count} of {completions[0]}")
+    return [1.0]
+"""
+
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -288,6 +300,10 @@ def calls(project: Path) -> int:
     return len((project / "calls").read_text()) if (project / "calls").exists() else 0
 
 
+def list_calls(project: Path) -> list[str]:
+    return (project / "calls").read_text().split()
+
+
 @pytest.mark.slow
 def test_a_score_by_time_limit_is_given_again_without_a_call(load: Any, project: Path) -> None:
     (score,) = load("own.py:score")
@@ -315,6 +331,19 @@ def test_a_score_by_time_limit_is_given_again_without_a_call(load: Any, project:
     assert patient(**{"completions": ["warm"], "answer": ["a"]}) == [0.0]
     assert patient(**{"completions": ["spin"], "answer": ["a"]}) == [None]
     assert calls(project) == 4, "another limit is another question"
+
+
+def test_equal_completions_share_a_second_call_if_the_first_one_fails(load: Any, project: Path) -> None:
+    """A failed request of a judge would otherwise leave a whole group unscored."""
+    (project / "flaky.py").write_text(FLAKY)
+    (score,) = load("flaky.py:score")
+    score.give_up_after = 0
+    assert score(completions=["c", "c", "d"]) == [None] * 3
+    assert list_calls(project) == ["c"], "no second call if the run ends"
+    score.give_up_after = None
+    assert score(completions=["a", "b", "a", "none", "none"]) == [1.0, None, 1.0, None, None]
+    assert [result.reason for result in score.scores[3:]] == ["OSError: call 2 of none"] * 2
+    assert list_calls(project)[1:] == ["a", "b", "none", "a", "none"], "a single completion has one call"
 
 
 @pytest.mark.parametrize("end", ['{"key": "d", "gener', "\0\0\0\n", '{"key": "d"\0\0'])

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +27,7 @@ from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, copy_pa
 from grpo_recipes.rewards.chance import make_call_seed
 from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import (
+    NOT_CALLED,
     Reward,
     RewardWrapper,
     Score,
@@ -149,9 +151,9 @@ def open_rewards(
 class IsolatedReward(RewardWrapper):
     """A reward that TRL calls like a function, and that runs in the child processes of a ``RewardPool``.
 
-    Rows with equal arguments share one call. A call is not repeated if a limit decided its score before a resume
-    (``LimitRecords``). ``code`` is a hash of the user's code, since such a record is not valid for changed code.
-    ``run_seed`` and the generation determine the random numbers of a call.
+    Rows with equal arguments share one call, which is repeated once if it fails. If a limit decided its score, it is
+    not repeated, also after a resume (``LimitRecords``). ``code`` is a hash of the user's code, since such a record is
+    not valid for changed code. ``run_seed`` and the generation determine the random numbers of a call.
     """
 
     def __init__(
@@ -178,8 +180,9 @@ class IsolatedReward(RewardWrapper):
     def _score_batch(self, rows: int, columns: dict[str, Any]) -> list[Score]:
         """Score the rows in the pool's child processes and return their scores in order.
 
-        Equal rows share a call. Scores that a limit decided are written to the run's file of such scores, and reused.
-        ``rows`` is the number of rows.
+        Equal rows share a call, and share a second one if it fails. Without sharing, a server that fails at random
+        would rarely fail for all of them. Scores that a limit decided are written to the run's file of such scores, and
+        reused. ``rows`` is the number of rows.
         """
         plain = {name: values for name, values in columns.items() if name not in LIVE_OBJECTS}
         arguments = select_columns(plain, self.pool.accepted[self.spec])
@@ -191,16 +194,28 @@ class IsolatedReward(RewardWrapper):
         recorded = {row: self._records.find(keys[row], self.generation) for row in first_equal_row}
         scores = {row: score for row, score in recorded.items() if score is not None}
         new_rows = [row for row, score in recorded.items() if score is None]
+        new_scores = self._call_rows(new_rows, arguments, keys)
+        if all(score.reason != NOT_CALLED for score in new_scores.values()):
+            copies = Counter(first_equal_row)
+            repeated = [row for row, score in new_scores.items() if copies[row] > 1 and score.may_differ]
+            second_scores = self._call_rows(repeated, arguments, keys)
+            new_scores |= {row: score for row, score in second_scores.items() if score.reason != NOT_CALLED}
+        for row, score in new_scores.items():
+            self._records.add(keys[row], self.generation, score)
+        scores |= new_scores
+        return [scores[row] for row in first_equal_row]
+
+    def _call_rows(self, rows: list[int], arguments: dict[str, Any], keys: list[str | None]) -> dict[int, Score]:
+        """Call the reward once for each of these rows in the pool, and return the scores by row."""
+        if not rows:
+            return {}
         # A call's seed depends on its arguments, not on its order: equal rows share a call, and calls are repeated.
-        seeds = [make_call_seed(self._run_seed, self.generation, self.spec, keys[row] or row) for row in new_rows]
-        columns = {name: [values[row] for row in new_rows] for name, values in arguments.items()}
+        seeds = [make_call_seed(self._run_seed, self.generation, self.spec, keys[row] or row) for row in rows]
+        columns = {name: [values[row] for row in rows] for name, values in arguments.items()}
         completions = columns.pop("completions")
         stopped = self._watch or (self.stop.cuts if self.stop else lambda: False)
-        new_scores = self.pool.score(self.spec, completions, columns, self.give_up_after, stopped, seeds=seeds)
-        for row, score in zip(new_rows, new_scores, strict=True):
-            self._records.add(keys[row], self.generation, score)
-            scores[row] = score
-        return [scores[row] for row in first_equal_row]
+        scores = self.pool.score(self.spec, completions, columns, self.give_up_after, stopped, seeds=seeds)
+        return dict(zip(rows, scores, strict=True))
 
 
 class EpisodeReward(RewardWrapper):

@@ -46,6 +46,11 @@ class Score:
         """Whether the reward failed to score the completion; False if it returned None on purpose."""
         return self.reason is not None
 
+    @property
+    def may_differ(self) -> bool:
+        """Whether a second call might score the completion soon: the first one failed, but not by a limit."""
+        return self.unscored and not self.by_limit and self.reason != NOT_CALLED
+
 
 def is_user_reward(name: str) -> bool:
     """Return whether a reward of the recipe is user code: ``module:function`` or ``file.py:function``."""
