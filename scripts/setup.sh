@@ -352,13 +352,9 @@ install_with_pip() {
 
 # Python compiles a module at its first import. For the modules of a run this happens here, not in the first run.
 compile_imports() {
-    local start=$SECONDS side
+    local start=$SECONDS
     say "compiling the modules that a run imports"
-    for side in server trainer; do
-        env -u PYTHONDONTWRITEBYTECODE -u PYTHONPATH timeout 300 \
-            "$python" "$root/scripts/compile_imports.py" "$side" </dev/null >/dev/null 2>&1 &
-    done
-    wait
+    timeout --foreground 300 "$python" -I "$root/scripts/compile_imports.py" </dev/null >/dev/null 2>&1 || true
     say "compiled them in $((SECONDS - start)) s"
 }
 

@@ -44,7 +44,9 @@ def wheel(folder: Path, name: str, version: str, files: dict[str, bytes]) -> Non
 def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("index")
     for name, version in PINS.items():
-        wheel(folder, name, version, {f"{name.replace('-', '_')}.py": f"VERSION = '{version}'\n".encode()})
+        module = name.replace("-", "_")
+        path = f"{module}/__init__.py" if name == "planted-one" else f"{module}.py"
+        wheel(folder, name, version, {path: f"VERSION = '{version}'\n".encode()})
     backend = distribution("setuptools")  # builds the project; a lock names it as any other package
     parts = {str(path): Path(path.locate()) for path in backend.files or () if path.suffix != ".pyc"}
     commands = f"setuptools-{backend.version}.dist-info/entry_points.txt"
@@ -91,9 +93,7 @@ def assert_packages_work(checkout: Checkout) -> None:
 def test_uv_installs_the_packages_of_the_locks_and_the_project(locked: Checkout, index: Path) -> None:
     """It leaves its cache in no home that is on another file system than the environment."""
     add_uv(locked)
-    package = locked.root / "src/grpo_recipes/trainers"
-    package.mkdir()
-    (package / "entry.py").write_text("import planted_one\n")
+    (locked.root / "scripts/imported_folders.txt").write_text("not_installed\nplanted_one\n")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as home:
         first = locked.setup(HOME=home, PIP_INDEX_URL=index.as_uri())
         assert first.returncode == 0 and "installing 7 packages with uv" in first.stdout, first.stdout + first.stderr
@@ -105,8 +105,10 @@ def test_uv_installs_the_packages_of_the_locks_and_the_project(locked: Checkout,
     ]
     assert writable == []  # by every user
 
-    packages = locked.root.glob(".venv/lib/python3*/site-packages/__pycache__/planted_*.pyc")
-    assert [path.name.partition(".")[0] for path in packages] == ["planted_one"]  # the module that a trainer imports
+    (packages,) = locked.root.glob(".venv/lib/python3*/site-packages")
+    compiled = [path for path in packages.rglob("*.pyc") if "planted" in str(path)]
+    assert [path.parents[1].name for path in compiled] == ["planted_one"]  # the listed folder
+    assert list(locked.root.glob("src/grpo_recipes/__pycache__/__init__.*.pyc"))
     assert_packages_work(locked)
     stamp = json.loads((locked.root / ".venv/grpo-environment.json").read_text())
     assert stamp["flavour"] == "cpu" and stamp["python"] == sys.version.split()[0]
