@@ -20,8 +20,9 @@ NONE_CHOSEN = 5
 # processes. The output of the first is printed after the second.
 CORE_OUTPUT = $(dir $(RAN_TESTS))core-tests.txt
 AT_ONCE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# Two whole runs at a time if each can have a private network (tests/private_network.py), else one.
-RUNS_AT_ONCE ?= $(shell unshare --net true 2>/dev/null && echo 2 || echo 1)
+# Three whole runs at a time if each can have a private network (tests/private_network.py), else one. With two, processors
+# of a machine with two cores are idle for a third of the time.
+RUNS_AT_ONCE ?= $(shell unshare --net true 2>/dev/null && echo 3 || echo 1)
 RUNS = $(if $(filter 1,$(RUNS_AT_ONCE)),,-n $(RUNS_AT_ONCE) --dist loadfile --no-loadscope-reorder)
 EXACT = $(abspath bench/results/exact_resume.jsonl)
 EXACT_TESTS = tests/trainers/test_exact_resume.py tests/e2e/test_exact_ranks.py

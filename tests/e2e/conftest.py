@@ -10,7 +10,7 @@ from real_runs import Launch, start_launches
 from slurm_cluster import slurm
 
 __all__ = ["slurm"]
-SLOW_SECONDS = 1200  # of a slow test without a limit: two whole runs share a machine that may be slower than this one
+SLOW_SECONDS = 1200  # of a slow test without a limit: three whole runs share a machine that may be slower than this one
 
 
 @pytest.hookimpl(tryfirst=True)
