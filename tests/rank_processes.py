@@ -76,6 +76,11 @@ def start_fork_server() -> None:
     os.environ |= {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
     try:
         forkserver.ensure_running()
+    except ChildProcessError:  # a test of the launcher has ended, and waited for, all processes of this one
+        server = forkserver._forkserver  # type: ignore[attr-defined]
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_pid = None
+        forkserver.ensure_running()
     finally:
         os.environ.clear()
         os.environ.update(before)

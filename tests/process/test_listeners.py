@@ -48,10 +48,12 @@ def test_a_port_without_a_listener_refuses_the_connection() -> None:
 
 def test_the_most_specific_address_counts() -> None:
     """The kernel gives a connection to the listener of its very address, before one of every address."""
-    with socket.create_server(("127.0.0.2", 0)) as other:
-        port = other.getsockname()[1]
-        assert find_listening_sockets(LOOPBACK, port) == set()
-        with socket.create_server((LOOPBACK, port)) as exact:
+    with socket.socket() as exact:
+        exact.bind((LOOPBACK, 0))  # nobody else can listen there now
+        port = exact.getsockname()[1]
+        with socket.create_server(("127.0.0.2", port)):
+            assert find_listening_sockets(LOOPBACK, port) == set()
+            exact.listen()
             assert find_listening_sockets(LOOPBACK, port) == {os.fstat(exact.fileno()).st_ino}
     with socket.create_server(("", 0)) as everywhere:
         assert find_listening_sockets(LOOPBACK, everywhere.getsockname()[1]) == {os.fstat(everywhere.fileno()).st_ino}
