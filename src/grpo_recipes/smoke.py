@@ -5,8 +5,8 @@ single CPU core. GRPO can improve the model: it knows the right answers, but sam
 ``smoke_folder`` and ``smoke_command`` find and make a built-in task. The tasks ``smoke:mafia`` and ``smoke:tools`` have
 no dataset; an extension trains their models on episodes.
 
-The model of sums was trained only on the 80 training sums, first with right answers, then with answers of which nearly
-half were wrong, drawn again for every batch. It never saw a held-out sum. Every held-out sum ``a+b`` has its mirror
+The model of sums was trained only on the 80 training sums, first with right answers, then with nearly half of the
+answers wrong, drawn again for every batch. It never saw a held-out sum. Every held-out sum ``a+b`` has its mirror
 image ``b+a`` among the training sums, so the test score only measures whether the model adds independently of the order
 of the operands.
 """
@@ -321,7 +321,7 @@ def smoke_folder(name: str, environment: Mapping[str, str]) -> Path:
 def smoke_command(name: str, environment: Mapping[str, str]) -> tuple[Path, list[str]]:
     """Return the folder of a built-in smoke task, and the command that makes it there (a minute; needs torch).
 
-    Raise ConfigError if there is no such task.
+    Raise ConfigError if the task does not exist.
     """
     folder = smoke_folder(name, environment)
     if name in _EPISODES:

@@ -60,7 +60,7 @@ def clip_log_ratios(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Clip log-ratios of tokens as GMPO does (https://arxiv.org/abs/2507.20673): only in the direction of the update.
 
-    With a positive advantage, a log-ratio is at most ``high``. With a negative one, it is at least ``-low``.
+    A log-ratio is at most ``high`` if the advantage is positive, and at least ``-low`` if it is negative.
     ``advantages`` broadcast against (B, T). Return the clipped log-ratios, and masks of the tokens at each limit.
     """
     at_low_BT = (advantages < 0) & (log_ratios_BT < -low)

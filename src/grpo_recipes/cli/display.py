@@ -140,7 +140,7 @@ def print_table(rows: Sequence[Sequence[str]], title: str = "", space: bool = Fa
 
 
 def make_console(stream: TextIO) -> Console:
-    """Return a console of rich that prints texts as they are: no markup, no automatic colors."""
+    """Return a console of rich that prints texts unchanged: no markup, no automatic colors."""
     from rich.console import Console
 
     return Console(file=stream, markup=False, highlight=False, emoji=False)

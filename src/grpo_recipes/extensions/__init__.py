@@ -1,1 +1,1 @@
-"""Extensions of the core. Each folder can be deleted: the core finds the remaining ones by its registry."""
+"""Extensions of the core. Each folder can be deleted: the core finds the remaining folders by its registry."""

@@ -1,4 +1,4 @@
-"""Create a built-in smoke task in another process, which is the only one that imports torch."""
+"""Create a built-in smoke task in another process, so that this process need not import torch."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""The lines that close a run: its rewards, its model, and what comes next.
+"""The lines that close a run: its rewards, its model, and the next step.
 
 `grpo launch` prints them when a run ends, and `grpo status` shows the same later.
 """
@@ -67,7 +67,7 @@ def describe_next_step(run: Run, hooks: AllHooks) -> tuple[str, str]:
 def format_resume_command(folder: Path, cause: str) -> str:
     """Return the command that resumes an unfinished run; an empty text without a checkpoint or with NaN weights.
 
-    ``cause`` is the reason of its end. A run whose weights became NaN or infinite would fail again.
+    ``cause`` is the reason of its end. A run with NaN or infinite weights would fail again.
     """
     if "NotFinite" in cause or not find_newest_complete(folder / "checkpoints"):
         return ""

@@ -104,7 +104,7 @@ def _find_first_model(name: str) -> str:
 def _list_other_plans(
     recipe: Recipe, resources: Resources, make_plan: Callable[[Recipe], Plan], plan: Plan
 ) -> Iterator[Plan]:
-    """Yield the plans with several replicas that have the batch of ``plan`` and whose trainers fit into memory."""
+    """Yield the plans with several replicas that have the batch of ``plan`` and trainers that fit into memory."""
     most = len(resources.all_nodes()[0].gpus) // recipe.server.tensor_parallel_size
     for count in range(2, most + 1):
         candidate = with_replicas(recipe, count)

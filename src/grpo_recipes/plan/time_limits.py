@@ -18,7 +18,7 @@ SAVE_MULTIPLE = 2  # times ``stall_timeout``: the limit of a save to a slow disk
 def with_time_limits(plan: Plan, recipe: Recipe, weight_bytes: int) -> Plan:
     """Return a copy of the plan with the size of the model's files, and with limits that are longer for large models.
 
-    A ``vllm_server_timeout`` in the recipe stays as it is.
+    A ``vllm_server_timeout`` in the recipe stays unchanged.
     """
     extra_seconds = round(_SECONDS_A_GB * weight_bytes / 1e9)
     server_timeout = recipe.server.timeout + (0 if recipe.is_set("vllm_server_timeout") else extra_seconds)

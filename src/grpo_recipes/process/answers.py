@@ -61,13 +61,13 @@ class _TimedFile(io.RawIOBase):
 
 
 class _HTTPConnection(http.client.HTTPConnection):
-    """An HTTP connection whose responses have one deadline as a whole."""
+    """An HTTP connection with one deadline for a whole response."""
 
     response_class = TimedResponse
 
 
 class _HTTPSConnection(http.client.HTTPSConnection):
-    """An HTTPS connection whose responses have one deadline as a whole."""
+    """An HTTPS connection with one deadline for a whole response."""
 
     response_class = TimedResponse
 

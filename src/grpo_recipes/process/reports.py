@@ -52,7 +52,7 @@ def plural(count: float, name: str) -> str:
 
 
 class PhaseFile:
-    """The file ``processes/phase_<rank>.json``, in which a rank records its current phase.
+    """The file ``processes/phase_<rank>.json``: a rank records its current phase there.
 
     The launcher reads it to distinguish a hung rank from a slow rank.
 

@@ -99,7 +99,7 @@ def _make_bounded_pool(pool: Any, owner: OwnListener | None) -> Any:
     """
 
     class Connection(pool.ConnectionCls):
-        """A connection of ``pool`` whose responses have one deadline, and whose listener is checked."""
+        """A connection of ``pool`` that checks its listener, with one deadline for a whole response."""
 
         response_class = TimedResponse
 

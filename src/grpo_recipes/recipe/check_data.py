@@ -192,7 +192,7 @@ def evaluation_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
             fix = f"add eval_dataset_name: {name if one_set else 'the file to evaluate on'}"
             yield recipe.problem("eval_strategy", f"'{name}' has no split '{split}' to evaluate on", fix)
         elif data or (os.path.isdir(path) and is_saved(path)):
-            # The columns are those of the training split.
+            # The training split has the same columns.
             source = replace(training_source(recipe), config=None, split=split)
             yield from _dataset(recipe.location("dataset_test_split"), source, recipe.location, recipe, columns=False)
 
@@ -233,7 +233,7 @@ def _dataset(where: str, source: DataSource, place: _Place, recipe: Recipe, colu
 
 
 def _no_file(where: str, name: str, path: Path) -> Iterator[Problem]:
-    """Yield the problem of a dataset name for which the caller found no local file; nothing for a hub id.
+    """Yield the problem of a dataset name without a local file; nothing for a hub id.
 
     A ``name`` that starts like a local path (/, ./, ../ or ~), or a ``path`` with the suffix of a data file, is
     never a hub id. ``path`` is the local path of ``name``, and ``where`` the line that sets it.

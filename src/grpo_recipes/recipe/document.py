@@ -3,7 +3,7 @@
 A recipe file may build on another file (``base: FILE``). Every value keeps its source, so that a message can name the
 line. Flags and environment variables give strings, which ``Value.from_text`` marks; ``convert_value`` parses them.
 Faults of single values are collected in a list of problems. A ConfigError rejects a file that cannot be read, that is
-not a YAML mapping, or whose base is missing.
+not a YAML mapping, or that names a missing base.
 
     layers = read_document(path, problems)  # the bases first, the file itself last
     value, problems = convert_value("seed", catalogue()["seed"], layers[-1]["seed"])

@@ -28,7 +28,7 @@ _CONSOLE = "console"  # the folder of the commands that training does not need
 
 @dataclass(frozen=True)
 class Extension:
-    """What an extension adds to the core; each text is ``module:name``, and an empty one adds nothing."""
+    """The parts that an extension adds to the core. Each text is ``module:name``, and an empty one adds nothing."""
 
     name: str
     # The recipe.
@@ -37,7 +37,7 @@ class Extension:
     variables: Mapping[str, str] = field(default_factory=dict)  # environment variable -> the key that it sets
     # Key of a port -> a function (lookup) that returns its default, or None if the recipe needs no such port.
     ports: Mapping[str, str] = field(default_factory=dict)
-    search_words: Mapping[str, str] = field(default_factory=dict)  # key -> more words by which `grpo keys` finds it
+    search_words: Mapping[str, str] = field(default_factory=dict)  # key -> more search words of `grpo keys`
     rules: str = ""  # a tuple of recipe.rules.Rule
     serves: tuple[str, ...] = ()  # keys of the core that need this extension, e.g. push_to_hub
     checks: str = ""  # a tuple of functions (recipe, environment) -> problems
@@ -53,8 +53,8 @@ class Extension:
     # The run.
     task: str = ""  # a recipe.tasks.AddedTask: a training without sampling, which a recipe selects by ``task: NAME``
     assets: str = ""  # a function (lookup) -> (key, id, configuration, split) of each dataset that it reads
-    roles: str = ""  # a plan.roles.Roles: processes beside the server and the trainers
-    # Option of `grpo logs` -> the beginning of the roles whose logs it prints, and its help line.
+    roles: str = ""  # a plan.roles.Roles: processes in addition to the server and the trainers
+    # Option of `grpo logs` -> the beginning of the roles that it selects, and its help line.
     logs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     run_hooks: str = ""  # a launch.hooks.RunHooks: called before, during and after an attempt
     server_routes: str = ""  # a fastapi.APIRouter that the vLLM server includes

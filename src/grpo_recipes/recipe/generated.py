@@ -99,7 +99,7 @@ def has_scheme(name: str | None) -> bool:
 
 
 def is_misspelled(name: str | None) -> bool:
-    """Return whether a name has the scheme of generated data, but there is no such dataset."""
+    """Return whether a name has the scheme of generated data, but the dataset does not exist."""
     return has_scheme(name) and generated(name) is None
 
 

@@ -75,7 +75,7 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
     ),
 }
 
-# Key -> more words by which `grpo keys WORD` finds it.
+# Key -> more search words of `grpo keys WORD`.
 _SEARCH_WORDS = {
     "accelerator": "deepspeed fsdp zero parallel sharding",
     "chat_template_kwargs": "think thinking reasoning enable_thinking",
@@ -217,7 +217,7 @@ def schema_file() -> Path:
 
 
 def schema_line(recipe: Path) -> str:
-    """Return the comment for a recipe that tells an editor where the schema is, as a relative path if possible."""
+    """Return the comment for a recipe that gives editors the path of the schema, relative if possible."""
     folder, schema = recipe.resolve().parent, schema_file().resolve()
     nothing_shared = os.path.commonpath([folder, schema]) == "/"
     return f"# yaml-language-server: $schema={schema if nothing_shared else os.path.relpath(schema, folder)}"

@@ -16,7 +16,7 @@ class NamedObjective(NamedTuple):
 
     keys: dict[str, Any]  # the recipe keys that select it
     help: str  # one line
-    paper: str  # address of the paper, or where it comes from
+    paper: str  # address of the paper, or another source
 
 
 # fmt: off
@@ -65,7 +65,7 @@ def _estimates(recipe: Recipe) -> bool:
 
 
 def _list_completion_ratio_keys(recipe: Recipe) -> list[str]:
-    """Return the keys by which the recipe's loss has one ratio for all tokens of a completion; [] if it has none."""
+    """Return the keys that give the recipe's loss one ratio for all tokens of a completion; [] without such keys."""
     is_sequence = recipe.loss.importance_sampling_level == "sequence"
     is_geometric = recipe.loss.loss_type == "gmpo"
     return ["importance_sampling_level"] * is_sequence + ["loss_type"] * is_geometric

@@ -43,7 +43,7 @@ _SPLIT, _MAY_SPLIT = "no training process has the whole weights", "it may split 
 
 @dataclass(frozen=True)
 class SyncMethod:
-    """A method that sends new weights to vLLM, and the setups in which it works."""
+    """A method that sends new weights to vLLM, and the setups that it supports."""
 
     reconnects: frozenset[str]  # devices on which its client sends a restarted server the last weights and continues
     serves: Mapping[str, str]  # setup -> YES, ON_GPUS, ON_CPU, or the reason why it is not supported
@@ -375,7 +375,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def tau_targets(recipe: Callable[[str], Any]) -> list[str]:
-    """Return the keys with which a recipe gives tau's controller a target."""
+    """Return the keys that give tau's controller a target in this recipe."""
     return [key for key in TAU_TARGETS if recipe(key) is not None]
 
 

@@ -169,13 +169,13 @@ def isolates_rewards(recipe: Recipe) -> bool:
 
 
 def chosen_sources(recipe: Recipe) -> list[str]:
-    """Return, for each prompt source that a recipe selects, the key that selects it; more than one is a problem."""
+    """Return, for each prompt source that a recipe selects, the key that selects it; several are a problem."""
     sources = [source for source in parts("prompt_source") if source.requested(recipe)]
     return [next(key for key in source.keys if recipe.is_set(key)) for source in sources]
 
 
 def _rewards(recipe: Recipe, condition: Callable[[Reward], Any]) -> list[str]:
-    """Return the names of a recipe's registered rewards for which ``condition`` returns a true value."""
+    """Return the names of a recipe's registered rewards that meet ``condition``."""
     known = rewards()
     return [name for name in recipe.rewards.funcs if name in known and condition(known[name])]
 

@@ -51,7 +51,7 @@ def reads_solutions(lookup: Lookup) -> bool:
 
 
 def _find_function(spec: str, lookup: Lookup) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """Return the source of a user's reward, from the run's copy if it has one; None if there is no source to read."""
+    """Return the source of a user's reward, from the run's copy if it has one; None if it can't be read."""
     return function_source(spec, find_run_copy(spec, lookup)) if ":" in spec else None
 
 

@@ -67,7 +67,7 @@ class PromptSource:
 
 
 def extension_of(lookup: Lookup) -> Extension | None:
-    """Return the extension whose source samples the completions of a checked recipe; None if TRL does."""
+    """Return the extension with the source that samples the completions of a checked recipe; None if TRL does."""
     for extension in extensions():
         source = extension.load("prompt_source")
         if source is not None and source.chosen(lookup):

@@ -46,7 +46,7 @@ class Tracker:
         return None
 
 
-# Trackers whose files are next to the run directory, because they compare runs -> the folder's name.
+# Trackers that compare runs, and so have their files next to the run directory -> the folder's name.
 SHARED_FOLDERS = {"trackio": "trackio", "mlflow": "mlruns"}
 NONE = "report_to: none"
 TRACKERS = {

@@ -37,7 +37,7 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp)
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """Split ``file.py:name`` or ``module:name`` at the colon; the name is empty if there is no colon."""
+    """Split ``file.py:name`` or ``module:name`` at the colon; the name is empty without a colon."""
     module, _, name = spec.rpartition(":")
     return (module, name) if module else (spec, "")
 
@@ -190,7 +190,7 @@ def missing_argument_problems(
         sets: for each dataset, its columns -> the reason why rewards do not get the column, or an empty string; None if
             the columns are unknown.
         copies: folder with the run's copies of the reward files; it need not exist.
-        live: objects that the trainer passes to rewards; None if there is no trainer.
+        live: objects that the trainer passes to rewards; None without a trainer.
     """
     names = [recipe.data.solution_column, recipe.evaluation.dataset_solution_column]
     trainer_arguments = {*_LIVE, *(live or ()), *solution_names(names, recipe.data.mixture)}
@@ -245,7 +245,7 @@ def find_comparison(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[s
 
 
 def source_path(spec: str) -> Path | None:
-    """Return the file of the module or path in ``spec``, or None if there is no such file.
+    """Return the file of the module or path in ``spec``, or None if it does not exist.
 
     Only Python source files count. The parents of a module are not imported.
     """
@@ -311,7 +311,7 @@ def copy_source(spec: str, folder: Path) -> Path:
 
 
 def changed_copies(specs: Iterable[str], folder: Path) -> list[str]:
-    """Return the entries of ``specs`` whose file differs from its copy in ``folder``.
+    """Return the entries of ``specs`` with a file that differs from its copy in ``folder``.
 
     Specs of modules, missing files and missing copies are skipped.
     """

@@ -1,6 +1,6 @@
 r"""The built-in rewards except ``math_verify``: pure, fast, and called in the trainer's process.
 
-Each reward gets ``completions``, one text or list of chat messages per row, and the columns it needs with one entry per
+Each reward gets ``completions``, one text or list of chat messages per row, and the columns it needs with an entry per
 row: ``answer`` (the reference solutions) and ``completion_ids`` (the sampled tokens without padding). TRL's cosine,
 repetition and overlong rewards are not wrapped, because they would import torch into ``grpo check-rewards``.
 """
@@ -61,8 +61,8 @@ def cosine_length(
     ``R = end + (start - end) / 2 * (1 + cos(pi * min(n, L) / L))``, where n is the number of tokens including the end
     token and L is ``cosine_max_len`` or ``max_completion_length``. The reward of a right answer goes from
     ``cosine_max_value_correct`` at 0 tokens to ``cosine_min_value_correct`` at L tokens, and the reward of a wrong
-    answer from ``cosine_min_value_wrong`` to ``cosine_max_value_wrong``. Unlike in the paper, there is no special value
-    at the limit; use ``soft_overlong`` for it. Answers are compared as in ``pure_accuracy_math``.
+    answer from ``cosine_min_value_wrong`` to ``cosine_max_value_wrong``. Unlike in the paper, the limit has no special
+    value; use ``soft_overlong`` for it. Answers are compared as in ``pure_accuracy_math``.
     """
     longest = cosine_max_len or max_completion_length
     rewards: list[float | None] = []

@@ -23,7 +23,7 @@ class Pace:
     rows: int = 1  # rows per chunk
 
     def add(self, score: Score, first: bool) -> None:
-        """Update the extra time for first calls, or the rows per chunk, with the duration of one more call.
+        """Update the extra time for first calls, or the rows per chunk, with the duration of another call.
 
         ``first`` means the first call of a process, which may include imports.
         """

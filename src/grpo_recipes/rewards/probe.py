@@ -223,7 +223,7 @@ def find_problems(recipe: Recipe, rows: list[dict[str, Any]], findings: list[Pro
 def _find_unpaid_problem(recipe: Recipe, finding: ProbeResult) -> Problem | None:
     """Return a problem if a user reward gives a right answer no more than wrong answers, else None.
 
-    A user reward whose code does not use the reference solution, and one that already has faults, has no such problem.
+    Return None if the code of a user's reward does not use the reference solution, or if the reward already has faults.
     """
     if finding.unpaid is None or finding.faults:
         return None
@@ -336,7 +336,7 @@ def _call_on_completions(
 
 
 def _find_unpaid(tries: Sequence[ProbeCompletion]) -> ProbeCompletion | None:
-    """Return the first right completion whose reward is not above the highest reward of a wrong one, or None."""
+    """Return the first right completion with a reward not above all rewards of wrong completions, or None."""
     scored = [(completion, completion.value) for completion in tries if completion.value is not None]
     best_wrong = max((value for completion, value in scored if not completion.right), default=None)
     if best_wrong is None:
@@ -359,7 +359,7 @@ def describe_unpaid(result: ProbeResult) -> str:
 
 
 def _describe_server_fix(variables: Collection[str]) -> str:
-    """Return the advice for a reward whose server does not answer.
+    """Return the advice for a reward if its server does not answer.
 
     It lists the environment variables in ``variables`` that contain a URL, except proxies.
     """
@@ -378,7 +378,7 @@ def _make_progress_watch(reward: IsolatedReward, most_missing: float) -> Callabl
     last_line = start + _QUIET_SECONDS - _LINE_SECONDS
 
     def print_progress() -> bool:
-        """Print a line if the last one is 5 seconds old; return whether too many calls have failed."""
+        """Print a line if the last line is 5 seconds old; return whether too many calls have failed."""
         nonlocal last_line
         scores, now = list(pool.scores.values()), time.monotonic()
         late = sum(score.reason == TIME_LIMIT for score in scores)

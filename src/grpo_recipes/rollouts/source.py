@@ -27,7 +27,7 @@ class PlayedCompletion(NamedTuple):
     unfinished: bool
     """Whether a limit ended it before its answer."""
     columns: dict[str, Any] | None = None
-    """Columns of its own for rewards, as JSON. ``Source.restore_columns`` returns the values."""
+    """Additional columns for rewards, as JSON. ``Source.restore_columns`` returns the values."""
 
     @property
     def text(self) -> str:
@@ -103,7 +103,7 @@ class Source:
         """Receive the trainer. Called once, when the trainer has its model and its sampler."""
 
     def start_generation(self, rows: list[dict[str, Any]], name: str) -> None:
-        """Receive the rank's dataset rows of the next generation, and its name, from which seeds derive."""
+        """Receive the rank's dataset rows of the next generation, and its name, the origin of seeds."""
         raise NotImplementedError
 
     def __call__(self, prompts: list[Any], trainer: "SamplingTrainer") -> dict[str, Any]:

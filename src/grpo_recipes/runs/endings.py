@@ -273,7 +273,7 @@ def known_messages(run: Run) -> Finding:
 
 
 def _find_messages(text: str) -> list[Message]:
-    """Return the entries of ``MESSAGES`` whose pattern occurs in a text."""
+    """Return the entries of ``MESSAGES`` with a pattern that occurs in a text."""
     return [message for message in MESSAGES if re.search(message.pattern, text)]
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Metric:
-    """The title, note and style of the chart of one column."""
+    """The title, note and style of a column's chart."""
 
     title: str
     note: str = ""  # a few words under the title

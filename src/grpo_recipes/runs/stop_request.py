@@ -29,7 +29,7 @@ class CutShort(BaseException):
 
 
 class StoppedOnRequest(SystemExit):
-    """Training ended on request; the message says when it ended and what is saved."""
+    """Training ended on request; the message gives the step and the saved state."""
 
     def __init__(self, state: str):
         super().__init__(EXIT_STOPPED)
@@ -83,7 +83,7 @@ class StopRequest:
 
     @contextmanager
     def cutting_short(self) -> Iterator[None]:
-        """Mark the block as work whose result is useless after a request, so that ``cuts`` may be true inside it."""
+        """Mark the block as work that is useless after a request, so that ``cuts`` may be true inside it."""
         could_cut = self.may_cut
         self.may_cut = True
         try:

@@ -1,4 +1,4 @@
-"""The trace of a run: what each process did when, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""The trace of a run: the activities of each process over time, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 Each process appends to its own file, ``trace/<process>.jsonl``, so a killed process loses only the span under way. A
 resumed run continues the files. ``write_trace`` joins them as Chrome trace events:
@@ -46,7 +46,7 @@ class Trace:
 
     Times are values of ``time.perf_counter()`` or ``time.monotonic()``, which share a clock on Linux. Without
     ``run_dir``, rows wait in memory for ``open``. If the file can't be written, print a note and write no more rows:
-    the run goes on.
+    the run continues.
     """
 
     def __init__(self, process: str, run_dir: Path | None = None):
@@ -125,7 +125,7 @@ def measure_process_age() -> float:
 def write_trace(run_dir: Path) -> Path | None:
     """Write ``trace.json`` from the rows of all processes, and return its path. None if the run has no rows.
 
-    Of a very long run, keep the newest 100 MB of rows. Raise OSError if the file can't be written.
+    Keep at most the newest 100 MB of rows. Raise OSError if the file can't be written.
     """
     files = sorted((run_dir / FOLDER).glob("*.jsonl"), key=lambda path: (path.stem == LAUNCHER, len(path.stem), path))
     if not files:

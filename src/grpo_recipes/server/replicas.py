@@ -56,7 +56,7 @@ async def reset_prefix_cache(raw_request: Request, reset_running_requests: bool 
 async def _call_replicas(app: FastAPI, method: str, *arguments: Any) -> list[Any]:
     """Call a method of every replica's engine at the same time; return a result for each replica, in order.
 
-    Raise EngineDeadError if a replica is dead, and RuntimeError with the number of a replica whose method failed.
+    Raise EngineDeadError if a replica is dead, and RuntimeError with the number of a replica if its method failed.
     """
     client = app.state.engine_client.engine_core
     calls = [client._call_utility_async(method, *arguments, engine=engine) for engine in client.core_engines]

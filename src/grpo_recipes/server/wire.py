@@ -27,7 +27,7 @@ LOWEST_LOGPROB = -9999.0  # represents minus infinity, as in vLLM's own answers
 
 @dataclass(eq=False)
 class TokenLogprobs:
-    """The log-probs of a completion, (T, 1), read like lists of one number: ``row[5][0]``, ``[x for (x,) in row]``.
+    """The log-probs of a completion, (T, 1), read like lists of a number: ``row[5][0]``, ``[x for (x,) in row]``.
 
     It contains an array, because millions of lists take seconds to make and to pickle for the other ranks. The last
     axis is TRL's, which allows the log-probs of several tokens at a position.
@@ -46,7 +46,7 @@ class TokenLogprobs:
         return zip(self.logprobs.tolist())
 
     def __eq__(self, other: object) -> bool:
-        """Compare the numbers, also with lists of one number."""
+        """Compare the numbers, also with a list of such lists."""
         return isinstance(other, TokenLogprobs | list) and [*map(list, self)] == [*map(list, other)]
 
 

@@ -1,4 +1,4 @@
-"""Replace groups whose rewards are all equal by groups of other prompts, before the update (DAPO, arXiv:2503.14476).
+"""Replace groups of equal rewards by groups of other prompts, before the update (DAPO, arXiv:2503.14476).
 
 Such a group has advantages of 0: it costs samples and teaches nothing. After sampling, the rewards of all groups are
 computed. In rounds, each group without a signal is replaced by a new prompt's group that has one, until no such group
@@ -8,7 +8,7 @@ The run's server samples the next round while a round is scored. The number of i
 groups without a signal, from the fraction of groups dropped so far. Other samplers wait for the rewards.
 
 The prompts of a round depend only on the seed, the generation, the round, and the groups dropped before, so a resumed
-run draws the same ones. Several ranks replace the same groups as a single rank.
+run draws the same prompts. Several ranks replace the same groups as a single rank.
 
     dynamic = DynamicSampling(trainer)
     dynamic.start_generation(rows, "3/12")
@@ -61,7 +61,7 @@ class Draw:
 
 
 class DynamicSampling:
-    """Replace the groups of a generation whose rewards are all equal, on every rank.
+    """Replace the groups of equal rewards in a generation, on every rank.
 
     Raise ValueError if the training set is a stream.
     """

@@ -4,8 +4,8 @@ TRL shuffles the rows of a generation, so most micro-batches have rows of every 
 micro-batch have about one length, and ``passes`` feeds them with little padding. A row stays in its optimizer step and
 on its rank. All ranks have the same number of micro-batches.
 
-The gradient does not change, because TRL's loss gives each row of a step the same weight in every micro-batch. Options
-for which this is not true keep TRL's order.
+The gradient does not change, because TRL's loss gives each row of a step the same weight in every micro-batch. If an
+option breaks this, TRL's order is kept.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MicroBatches:
         """Return the micro-batches of a generation with the rows of each step sorted, and ``TOKENS`` added to each.
 
         Called by every rank. The longest rows come first: a run that does not fit in memory fails in its first pass.
-        Return ``parts`` as they are without ``trim_padding``, if the order matters, with images, or if a step has one
+        Return ``parts`` unchanged without ``trim_padding``, if the order matters, with images, or if a step has one
         micro-batch.
         """
         if not self._sorts or self._window == 1 or "num_images" in parts[0]:

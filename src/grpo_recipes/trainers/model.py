@@ -67,7 +67,7 @@ def save_model(trainer: transformers.Trainer, folder: Path) -> None:
     """Write the model and its tokenizer to ``folder``. Called by every rank.
 
     LoRA runs write the merged model there, and the adapter to ``adapter/`` next to it. A folder is replaced only when
-    the new one is complete.
+    the new folder is complete.
     """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     is_main = trainer.accelerator.is_main_process

@@ -74,7 +74,7 @@ class Controller(Protocol):
     """An adaptive coefficient (``algorithms.maxent``)."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the coefficient, and what its updates depend on, for a checkpoint."""
+        """Return the coefficient and the state of its updates, for a checkpoint."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the coefficient from a result of ``state_dict``."""

@@ -21,7 +21,7 @@ _CLOSING = ("wandb", "trackio", "mlflow", "swanlab", "comet_ml")  # modules of t
 
 
 def continue_tracked_runs(args: GRPOConfig, run_dir: Path) -> None:
-    """Set the environment variables with which MLflow, SwanLab and Comet continue this run. Exported ones stay.
+    """Set the environment variables that let MLflow, SwanLab and Comet continue this run. Exported ones stay.
 
     Trackio continues a run by its name, so ``args.run_name`` of a trial becomes SWEEP-TRIAL. Also make the folders
     of trackers next to the run. Call this before the trainer is built.
@@ -57,7 +57,7 @@ def find_tracked_runs() -> dict[str, str]:
 
 
 def close_trackers(code: int) -> None:
-    """Send what the trackers have buffered, and end their runs. Called before ``os._exit``.
+    """Send the trackers' buffered data, and end their runs. Called before ``os._exit``.
 
     MLflow marks the run as stopped or failed, depending on the exit code ``code``. An error of a tracker is
     printed: it must not hide how the run ended.

@@ -39,7 +39,7 @@ class ServerGeneration(Generation):
         super().__init__(**kwargs)
 
     def _init_vllm(self) -> None:
-        """Connect as TRL does, with our client class in the place of ``VLLMClient`` in TRL's module."""
+        """Connect as TRL does, with our client class instead of ``VLLMClient`` in TRL's module."""
         with replace_attributes(vllm_generation, VLLMClient=partial(self._client_class, **self._client_settings)):
             super()._init_vllm()
 
@@ -60,7 +60,7 @@ class ServerGeneration(Generation):
 
 
 def trl_building_client(client: type[BridgeClient], **settings: Any) -> AbstractContextManager[None]:
-    """Return a context manager in which TRL's trainer builds a ``ServerGeneration`` with this client class.
+    """Return a context manager: TRL's trainer builds a ``ServerGeneration`` with this client class in it.
 
     ``settings`` are keyword arguments of the client.
     """

@@ -56,7 +56,7 @@ class ColocatedGeneration(SamplingSeeds, Generation):
         set_seed(args.seed + self.accelerator.process_index // self.tensor_parallel_size)
 
     def _init_vllm(self) -> None:
-        """Build the engine as TRL does, with our class in the place of ``LLM`` in TRL's module."""
+        """Build the engine as TRL does, with our class instead of ``LLM`` in TRL's module."""
         # Processes that sample together would not stop at the same token.
         stops = self._stop.cuts if self.tensor_parallel_size == 1 else None
         with replace_attributes(vllm_generation, LLM=partial(_make_engine, self._args, stops)):

@@ -44,7 +44,7 @@ def write_weights(folder: Path, metadata: Metadata, named_params: NamedTensors, 
     ``sync`` is the number of the sync, which is stored in the file's metadata. The previous file, which the server
     has loaded, is overwritten: allocating new memory takes most of the time of a write. During the write and after
     an error, the file is missing. Each tensor is written as it arrives, since under ZeRO-3 and FSDP a gathered
-    tensor is freed when the next one arrives. The safetensors library would need all of them at once.
+    tensor is freed when the next tensor arrives. The safetensors library would need all of them at once.
     """
     folder.mkdir(parents=True, exist_ok=True)
     header: dict[str, Any] = {}

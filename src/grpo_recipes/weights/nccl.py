@@ -39,7 +39,7 @@ class NcclClient(BridgeClient):
         """Send as TRL does, once the optimizer's writes have finished, while the engine is paused.
 
         vLLM packs the tensors on its own streams, and the fingerprints are computed there too. These streams do not
-        wait for the default stream, where the optimizer writes. Between the requests of a transfer, vLLM's parameters
+        wait for the optimizer's default stream. Between the requests of a transfer, vLLM's parameters
         have no memory: a step for a request of another program would end the engine. So the engine stays paused after
         a failed transfer.
         """

@@ -21,7 +21,7 @@ class SamplingSeeds:
     seed_numbers: list[int] | None = None  # a number per prompt; None: its index
 
     def name_generation(self, name: str) -> None:
-        """Set the generation's name, from which the next sampling seeds derive."""
+        """Set the generation's name. The next sampling seeds depend on it."""
         self.generation_name = name
 
     @contextmanager

@@ -46,7 +46,7 @@ class Pages:
     option("--port", type=int, default=0, metavar="N", help="Port on 127.0.0.1 (default: a free port)"),
 )
 def dashboard(options: argparse.Namespace) -> int:
-    """Serve the pages until Ctrl-C, and return 0. Raise ConfigError if there is no such run, or the port is in use."""
+    """Serve the pages until Ctrl-C, and return 0. Raise ConfigError if the run is missing, or the port is in use."""
     folder = find_folder(options.which)
     if not 0 <= options.port < 65536:
         raise config_error("--port", f"expected a port from 0 to 65535, got {options.port}", "remove --port")
@@ -67,7 +67,7 @@ def dashboard(options: argparse.Namespace) -> int:
 def find_folder(name: str | None) -> Path:
     """Return the folder of runs or the run directory that the user named, as an absolute path; None means the run root.
 
-    Raise ConfigError if the run root does not exist, or there is no such run.
+    Raise ConfigError if the run root or the run does not exist.
     """
     if name is None:
         folder = run_root(os.environ)

@@ -72,7 +72,7 @@ class Dashboard(ThreadingHTTPServer):
             self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print an error without the request, whose path contains the token. Ignore connections that broke."""
+        """Print an error without the request, because its path contains the token. Ignore connections that broke."""
         error = sys.exception()
         if not isinstance(error, OSError):
             print(f"grpo: dashboard: {type(error).__name__}: {mask_secrets(str(error))}", file=sys.stderr, flush=True)
@@ -86,7 +86,7 @@ class _Request(BaseHTTPRequestHandler):
     timeout = _REQUEST_SECONDS
 
     def do_GET(self) -> None:
-        """Answer with the page at the path; 403 without the token, and 404 if there is no such page.
+        """Answer with the page at the path; 403 without the token, and 404 if the page does not exist.
 
         If ``since`` is the page's version, answer 204 without content.
         """

@@ -16,7 +16,7 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.runs.endings import PROBLEM, WARNING, Finding
 from grpo_recipes.runs.rundir import Run, find_run
 
-# Time limits of all checks together, and of one program that a check runs; --deep includes imports.
+# Time limits of all checks together, and of each program that a check runs; --deep includes imports.
 _SECONDS, _PROGRAM_SECONDS = 8.0, 3.0
 _DEEP_SECONDS, _DEEP_PROGRAM_SECONDS = 150.0, 120.0
 

@@ -185,7 +185,7 @@ def make_curve_charts(run: RunRecord) -> list[Chart]:
 
 
 def _differ_from_total(metrics: Table, rewards: Mapping[str, str]) -> bool:
-    """Return whether the single rewards need a chart: a single one is drawn only if it differs from the total."""
+    """Return whether the rewards need their own chart: there are several, or the only one differs from the total."""
     return len(rewards) > 1 or any(metrics.column(name) != metrics.column("reward") for name in rewards)
 
 
@@ -205,8 +205,8 @@ def find_common_constants(tables: Sequence[Table], names: Sequence[str]) -> dict
 def _make_points(evals: Table, labels: Mapping[str, str], first_colour: int = 1) -> list[Curve]:
     """Return the evaluations (``eval_NAME``) of the training metrics NAME in ``labels`` as points.
 
-    Only the first seven metrics count, and metrics without evaluations are left out. The first metric has the colour
-    number ``first_colour``, the next one the next.
+    Only the first seven metrics count, and metrics without evaluations are left out. Their colours have the
+    numbers ``first_colour``, ``first_colour + 1`` and so on.
     """
     return [
         Curve(label, evals.steps, evals.column(f"eval_{name}"), colour, "dots")

@@ -53,7 +53,7 @@ def group_samples(samples: Sequence[Mapping[str, Any]]) -> list[SampledGroup]:
 
 
 def _get_group_key(shown: Shown) -> Key:
-    """Return the key by which samples are grouped: the prompt and, for an episode, its environment and seed."""
+    """Return the key to group samples by: the prompt and, for an episode, its environment and seed."""
     sample, episode = shown
     return sample.get("prompt"), *((episode.environment, episode.seed) if episode else ())
 
@@ -77,7 +77,7 @@ def render_steps(path: Path, last: int) -> list[Markup]:
             steps: list[Markup] = []
             for row in rows:
                 steps.append(render_fragment("completions.html.j2", "step", *row, view))
-                if sum(map(len, steps)) > _MAX_MARKUP:  # too long; a step that stands alone is complete here
+                if sum(map(len, steps)) > _MAX_MARKUP:  # too long; if it is the only step, it is complete here
                     break
             else:
                 return steps

@@ -18,8 +18,8 @@ class TokenView:
 
     text: str
     lengths: str  # characters of each token
-    advantages: str  # stretches of tokens with one advantage, such as "40:0.5 12:-"; a hyphen: not trained
-    logprobs: str  # of each token in hundredths, negated, or "-"; "" if unknown
+    advantages: str  # stretches of tokens with equal advantages, such as "40:0.5 12:-"; a hyphen: not trained
+    logprobs: str  # negated, in hundredths, for each token, or "-"; "" if unknown
     count: int  # number of these tokens
 
 

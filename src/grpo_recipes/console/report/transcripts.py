@@ -22,7 +22,7 @@ class TranscriptMessage:
 
     speaker: str  # ``POLICY``, or the role of the message
     text: Any
-    seat: str = ""  # role and phase in which the policy acts
+    seat: str = ""  # the policy's role and phase in this turn
     facts: Facts | tuple[()] = ()  # reward, advantage and info of an action
     advantage: float | None = None  # of the tokens of an action, if the turns of the episode have different advantages
 

@@ -40,7 +40,7 @@ def make_heat_maps(keys: Sequence[str], trials: Sequence[tuple[Mapping[str, str]
     """Return a heat map for each pair of ``keys`` except the seed, at most 6.
 
     ``trials`` has the values of the keys and the result of each trial; a trial without a result leaves its cell empty.
-    Keys with one value or with more than 12 have no map.
+    Keys with a single value or more than 12 values have no map.
     """
     values = {key: _sort_values({settings[key] for settings, _ in trials}) for key in keys if key != SEED}
     usable = [key for key, texts in values.items() if 1 < len(texts) <= _MAX_VALUES]

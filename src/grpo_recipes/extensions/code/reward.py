@@ -163,7 +163,7 @@ def _is_same_word(word: str, expected: str) -> bool:
 
 
 def list_programs(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
-    """Return a list with a program that passes a row's tests, and a list with one that fails.
+    """Return a list with a program that passes a row's tests, and a list with a program that fails them.
 
     Return None if the row has no tests for Python.
     """

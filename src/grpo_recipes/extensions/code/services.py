@@ -25,8 +25,8 @@ _E2B_URL = "https://api.e2b.app"
 _E2B_PORT = 49999  # of the interpreter in a sandbox
 _MOST_OVERHEAD = 2.0  # most seconds that a request may take beyond the program's time
 _PART_OF_OVERHEAD = 0.15  # the same limit, as a part of the time of a completion
-_BUSY = (429, 502, 503, 504)  # statuses after which a request is repeated
-_PART_OF_START, _PART_OF_END = 0.3, 0.04  # of the time of a completion, to create a sandbox on E2B and to kill it
+_BUSY = (429, 502, 503, 504)  # HTTP statuses: the request is repeated
+_PART_OF_START, _PART_OF_END = 0.3, 0.04  # parts of a completion's time to create and to kill a sandbox on E2B
 _FIRST_PAUSE = 0.25  # seconds before the first repetition, doubled each time
 # Runs in E2B's interpreter, which has no stdin, and prints the exit code (None: time limit) and output of the program.
 _RUN_IN_SANDBOX = """import json, pathlib, subprocess, sys, tempfile
@@ -84,7 +84,7 @@ def open_e2b_sandbox(url: str | None, seconds: float) -> Iterator[Run]:
 
     Yield a function that runs a program in it, one at a time. It raises an error if the sandbox gives no result. The
     block has ``seconds``, and a part of them limits the start. Then E2B kills the sandbox even if this process was
-    killed. ``url`` is the address of E2B's API, by default the public one.
+    killed. ``url`` is the address of E2B's API, by default the public address.
     """
     api, api_key = (url or _E2B_URL).rstrip("/"), os.environ[E2B_KEY].strip()
     if not api_key.isprintable():  # http.client would print it

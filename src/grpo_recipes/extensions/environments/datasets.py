@@ -1,4 +1,4 @@
-"""The dataset ``trl:reset``: empty prompts, for TRL environments whose ``reset`` makes the prompt.
+"""The dataset ``trl:reset``: empty prompts, for TRL environments that make the prompt in ``reset``.
 
 TRL trains on such placeholders if it has no dataset. This module imports no torch.
 """

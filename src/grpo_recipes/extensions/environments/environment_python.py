@@ -1,4 +1,4 @@
-"""The key ``environment_python``: another virtual environment, whose Python runs the environments. No torch.
+"""The key ``environment_python``: another virtual environment with the Python that runs the environments. No torch.
 
 A run records the packages that are installed there at its first start. A resume with other packages is rejected. They
 are compared by version and, if pip or uv wrote one, by the list of their files (RECORD). Edits of a package after its

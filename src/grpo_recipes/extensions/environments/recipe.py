@@ -28,8 +28,8 @@ def uses_trl_environment(recipe: Callable[[str], Any]) -> bool:
     """Return whether ``environment`` is a class for TRL's ``environment_factory``: it has no step, but a dataset.
 
     ``recipe`` looks up a key. A run's copy of the class decides: for ``Recipe.__getitem__`` in the folder of the
-    recipe, else in the run of this process. A class whose source does not show all methods counts if the recipe has a
-    dataset.
+    recipe, else in the run of this process. If the source does not show all methods, the class counts if the recipe
+    has a dataset.
     """
     spec = recipe("environment")
     if not spec or spec.partition(":")[0] in LIBRARIES or not (recipe("dataset_name") or recipe("dataset_mixture")):
@@ -45,7 +45,7 @@ def split_episodes(recipe: Callable[[str], Any], count: int) -> list[int]:
 
 
 def list_model_opponents(recipe: Callable[[str], Any]) -> list[tuple[str, str]]:
-    """Return (environment, model) for each textarena game of a recipe in which "policy" or "base" plays opponents."""
+    """Return (environment, model) for each textarena game of a recipe with "policy" or "base" as the opponents."""
     games = [(spec, args) for spec, args, _ in list_episode_environments(recipe) if spec.startswith("textarena:")]
     players = [(spec, str(args.get("opponents", SCRIPTED[0]))) for spec, args in games]
     return [(spec, model) for spec, model in players if model not in SCRIPTED]

@@ -51,7 +51,7 @@ def _sets_environment(lookup: Lookup) -> bool:
 
 
 def uses_tools(recipe: Recipe) -> bool:
-    """Return whether the policy of a recipe may call tools before it answers, also those of a TRL environment."""
+    """Return whether the policy of a recipe may call tools before it answers, also tools of a TRL environment."""
     return bool(EnvironmentKeys(recipe).tools) or uses_trl_environment(recipe.__getitem__)
 
 
@@ -79,7 +79,7 @@ class Environments(PromptSource):
         return uses_trl_environment(lookup) or (bool(lookup("tools")) and not _sets_environment(lookup))
 
     def starts_from_rows(self, lookup: Lookup) -> bool:
-        """Return whether the recipe has a TRL environment, whose ``reset`` gets a row of the dataset."""
+        """Return whether the recipe has a TRL environment: its ``reset`` gets a row of the dataset."""
         return uses_trl_environment(lookup)
 
     def rollouts(self, lookup: Lookup) -> str:
@@ -97,7 +97,7 @@ class Environments(PromptSource):
         return [*specs, *(lookup("tools") or ())]
 
     def benchmarks(self, lookup: Lookup) -> list[str]:
-        """Return the names of the recipe's environments, whose evaluation episodes can be benchmarks; [] with TRL's."""
+        """Return the names of the recipe's environments, which can be benchmarks; [] with TRL's."""
         return [] if uses_trl_environment(lookup) else [spec for spec, _, _ in list_episode_environments(lookup)]
 
     def benchmark_problem(self, name: str, where: str, lookup: Lookup) -> Problem | None:
@@ -222,9 +222,9 @@ def _check_environments(recipe: Recipe, environment: Mapping[str, str]) -> Itera
 
 
 def _check_environment(recipe: Recipe, index: int, spec: str, arguments: dict[str, Any]) -> Iterator[Problem]:
-    """Yield the problems of one environment: a wrong name or file, a library's arguments, opponents, or no network.
+    """Yield the problems of an environment: a wrong name or file, a library's arguments, opponents, or no network.
 
-    ``spec`` is its id, and ``index`` its place in the recipe. A library is imported for the check, and its environment
+    ``spec`` is its id, and ``index`` its index in the recipe. A library is imported for the check, and its environment
     created, except by verifiers. The user's file is not checked if the run has a copy.
     """
     line, (kind, colon, name) = locate_environment(recipe, index), spec.partition(":")
@@ -373,7 +373,7 @@ def _find_missing_parts(
 
 
 def _check_trl_environments(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield the problems of classes without step, whose source shows all methods; no code is run.
+    """Yield the problems of classes without step, if their source shows all methods; no code is run.
 
     TRL's ``environment_factory`` accepts them: they need a dataset, and methods that the policy can call.
     """
@@ -403,7 +403,8 @@ def _check_methods(
 ) -> Iterator[Problem]:
     """Yield the problems of a TRL environment's methods.
 
-    There is none to call, one is undescribed, or ``get_reward`` is unused, or missing although its reward is used.
+    The policy can call no method, a method is undescribed, or ``get_reward`` is unused, or missing although the recipe
+    uses its reward.
     """
     line, rewards_used = recipe.location("environment"), recipe.rewards.funcs
     tools = [name for name in methods if not name.startswith("_") and name not in ("reset", "get_reward")]

@@ -128,7 +128,7 @@ def choose_random_action(
 ) -> str:
     """Return a random valid action: another player's number in brackets, or a fixed sentence in a discussion.
 
-    A vote goes to one of the players whose numbers appear in brackets in the most ``messages``.
+    A vote goes to a player with a number that appears in brackets in the most ``messages``.
     """
     targets = [player for player in list_valid_targets(game, seat) if player != seat]
     if targets and game["phase"].value == "Day-Voting":

@@ -67,7 +67,7 @@ class ToolEpisodes(Episodes):
 
     @property
     def _max_turns(self) -> int:
-        """The number of turns of the policy: ``max_tool_calls``, and one for the answer."""
+        """The maximum number of turns of the policy: ``max_tool_calls``, and the answer."""
         return int(self._script.max_tool_calls) + 1
 
     def _make_episode(self, row_index: int, row: dict[str, Any]) -> Episode:
@@ -228,5 +228,5 @@ class ToolEpisodes(Episodes):
 
 
 def count_calls(episode: Episode, name: str) -> float:
-    """Return the number of an episode's calls ("tool_calls"), or of the failed ones ("tool_failures")."""
+    """Return the number of an episode's calls ("tool_calls"), or of its failed calls ("tool_failures")."""
     return sum(float(turn.info.get(name, 0.0)) for turn in episode.turns)

@@ -27,7 +27,7 @@ from grpo_recipes.rollouts.source import PlayedCompletion, SamplingTrainer
 class TRLEpisodes(ToolEpisodes):
     """Completions for recipes with a TRL environment: a class without ``step``, and a dataset.
 
-    A turn whose calls exceed a limit does not count: the environment is as before it, and the policy reads the error.
+    If the calls of a turn exceed a limit, they change nothing in the environment, and the policy reads the error.
     """
 
     _function = PLAY
@@ -87,8 +87,8 @@ class TRLEpisodes(ToolEpisodes):
     def _make_output(self, trainer: SamplingTrainer) -> dict[str, Any]:
         """End the episodes; return TRL's columns and the column ``environments``, for rewards.
 
-        Only if ``reward_funcs`` has the reward ``environment``, ``get_reward`` is called, and an episode whose end
-        fails is unscored. All ranks raise Stopped if any rank has seen a stop request.
+        Only if ``reward_funcs`` has the reward ``environment``, ``get_reward`` is called, and an episode is unscored if
+        its end fails. All ranks raise Stopped if any rank has seen a stop request.
         """
         playing = self._add_last_actions()
         with trainer.preemption.cutting_short(), trainer.rows.phase("score"):

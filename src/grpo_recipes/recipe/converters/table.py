@@ -165,7 +165,7 @@ class Setting:
 
     @property
     def subject(self) -> str:
-        """Return the quoted name as the subject of a problem; "" for a flag, whose place is its name already."""
+        """Return the quoted name as the subject of a problem; "" for a flag, because its place is already its name."""
         return "" if self.raw.source == self.name else f"'{self.name}' "
 
     @property
