@@ -40,8 +40,9 @@ def test_a_gpu_less_is_used_where_one_process_trains(planned):
     assert plan.process("trainer").gpus == ("0",) and plan.unused_gpus == ("1", "2", "3")
 
 
-def test_a_gpu_of_both_counts_once(planned, tmp_path, monkeypatch):
+def test_a_gpu_of_both_counts_once(planned):
     plan = planned(gpus=("MIG-aaaa",), **SHARED)
+    assert plan.process("server").gpus == plan.process("trainer").gpus == ("MIG-aaaa",)
     assert not any("MIG" in note and "NCCL" in note for note in plan.notes)
 
 

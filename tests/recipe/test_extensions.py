@@ -51,4 +51,4 @@ def test_a_key_that_is_declared_twice_is_rejected(monkeypatch: pytest.MonkeyPatc
 def test_an_entry_point_that_is_not_an_extension_is_rejected() -> None:
     entry_point = SimpleNamespace(load=lambda: 3, value="dice:EXTENSION", dist=SimpleNamespace(name="dice"))
     with pytest.raises(ConfigError, match=r"must be an Extension, got int.*pip uninstall dice"):
-        registry._installed(entry_point)
+        registry._load_installed(entry_point)

@@ -10,7 +10,6 @@ import torch
 from datasets import IterableDataset
 
 from grpo_recipes.trainers.ahead import OverlappedRollouts
-from grpo_recipes.trainers.checkpoints import begin_epoch
 from grpo_recipes.trainers.grpo import GRPOTrainer
 
 from . import fixed_completions
@@ -52,10 +51,6 @@ def test_a_checkpoint_of_a_stream_notes_its_order(tmp_path: Path, model: str, mo
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoints/checkpoint-2"))
     expected = weights_of(resumed)
     assert all(torch.equal(weight, expected[name]) for name, weight in weights_of(trainer).items())
-
-
-def test_a_stream_has_no_order_to_begin_again() -> None:
-    begin_epoch(None, 3)
 
 
 def test_a_stream_cannot_be_sampled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

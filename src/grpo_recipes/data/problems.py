@@ -265,7 +265,7 @@ def make_problems(
         left_out = {name: reason for name in columns if (reason := _explain_left_out(name, known[name]))}
         counts.left_out |= left_out
         extra_columns = tuple(name for name in columns if name not in left_out)
-    lookup = partial(_get_key, args)
+    lookup = vars(args).get
     completed = starts_from_rows(lookup)  # an episode adds to its prompt, which may be empty
     is_named = source.solution != DEFAULT_SOLUTION or _get_feature(known, source.solution) is not None
     has_solution = is_named or requires_solutions(lookup, list(map(datafiles.last_part, extra_columns)))
@@ -308,11 +308,6 @@ def make_problems(
 
     answer_type = {"answer": Value("string")} if has_solution else {}
     return Problems(Features({"prompt": MESSAGES, **answer_type, **passed}), convert_batches())
-
-
-def _get_key(args: Any, key: str) -> Any:
-    """Return the value of a recipe key, an attribute of ``args``; None if it is not there."""
-    return getattr(args, key, None)
 
 
 def _get_values(batch: Batch, column: str) -> list[Any]:

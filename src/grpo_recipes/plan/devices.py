@@ -251,7 +251,7 @@ def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[s
         return (), node_gpus
     first_nodes, later_nodes = node_gpus[:count], node_gpus[count:]
     shared = shares_gpu(recipe, resources, mode)
-    serving = recipe.server.tensor_parallel_size * recipe.server.replicas // recipe.server.nodes  # GPUs on each node
+    serving = recipe.server.tensor_parallel_size * recipe.server.replicas // count  # GPUs on each node
     visible = min(map(len, first_nodes))
     most = visible - (1 if not later_nodes and not shared else 0)
     if serving > most:
@@ -263,7 +263,7 @@ def split_gpus(recipe: Recipe, resources: Resources, mode: str) -> tuple[tuple[s
 
 
 def _make_server_size_error(recipe: Recipe, problem: str, most: int) -> ConfigError:
-    """Return the ConfigError for a server with more than ``most`` GPUs on a node; ``problem`` follows its size."""
+    """Return the ConfigError for a server with more than ``most`` GPUs on a node: its size, then ``problem``."""
     parallel, nodes = recipe.server.tensor_parallel_size, recipe.server.nodes
     replicas = recipe.server.replicas // nodes
     key, limit, size = "vllm_tensor_parallel_size", max(1, most // replicas), f"vllm_tensor_parallel_size {parallel}"

@@ -94,7 +94,8 @@ def variables_of(templates: Iterable[str]) -> set[str] | None:
     """
     defined = {*TOKENS, "raise_exception", "strftime_now"}
     with contextlib.suppress(TemplateSyntaxError):
-        return set().union(*(meta.find_undeclared_variables(_sandbox().parse(text)) for text in templates)) - defined
+        trees = (_make_sandbox().parse(text) for text in templates)
+        return set().union(*map(meta.find_undeclared_variables, trees)) - defined
     return None
 
 
@@ -105,10 +106,10 @@ def compiled(template: str, clock: datetime | None = None) -> Template:
     ``clock`` is the time that the template reads, by default the current time. Raise TemplateSyntaxError for a broken
     template.
     """
-    return _sandbox(clock).from_string(template)
+    return _make_sandbox(clock).from_string(template)
 
 
-def _sandbox(clock: datetime | None = None) -> ImmutableSandboxedEnvironment:
+def _make_sandbox(clock: datetime | None = None) -> ImmutableSandboxedEnvironment:
     """Return a sandboxed Jinja environment with the functions and tags of transformers.
 
     Templates read the time ``clock``, by default the current time.

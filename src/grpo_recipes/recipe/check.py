@@ -77,7 +77,7 @@ def check(recipe: Recipe, environment: Mapping[str, str], device: str | None = N
         row_filter.RULES,
         objectives.RULES,
     )
-    checks: list[_Check] = [*(functools.partial(_rule_problems, row) for row in rows), *_CHECKS, *entries("checks")]
+    checks: list[_Check] = [*(functools.partial(_check_rule, row) for row in rows), *_CHECKS, *entries("checks")]
     checks += [functools.partial(function, device=device) for function in (sync_problems, head_size_problems)]
     for problems_of in checks:
         with contextlib.suppress(BrokenKey):  # the problem of that key is reported already
@@ -85,7 +85,7 @@ def check(recipe: Recipe, environment: Mapping[str, str], device: str | None = N
     return problems
 
 
-def _rule_problems(rule: Rule, recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
+def _check_rule(rule: Rule, recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     """Yield the problems that one rule of the tables finds."""
     broken = rule.broken(recipe)
     for item in broken if isinstance(broken, list) else [""] if broken else []:
@@ -119,13 +119,13 @@ def choose_recipe(argument: str | None, environment: Mapping[str, str], task: st
             return path
     if os.path.isdir(name):
         raise config_error(where, f"'{name}' is a folder", "name a .yaml file in it")
-    similar = _similar_recipes(name, default, task)
+    similar = _find_similar_recipes(name, default, task)
     fix = f"write {'e.g. ' if len(similar) > 1 else ''}{', '.join(map(shell_quote, similar[:3]))}"
     fix = fix if similar else "name a .yaml file in the current folder or under recipes/"
     raise config_error(where, f"recipe '{name}' not found", fix)
 
 
-def _similar_recipes(name: str, default: str, task: str) -> list[str]:
+def _find_similar_recipes(name: str, default: str, task: str) -> list[str]:
     """Return the recipe with a path similar to ``name``, or else the recipes with a similar file name, [] if none.
 
     ``default`` comes first, then recipes of ``task``.
@@ -165,7 +165,7 @@ def resolve_recipe(
     return recipe
 
 
-def _model(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+def _check_model(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
     """Yield problems of the model, the reference model and the variable VLLM_MODEL.
 
     A name must be a local folder or have the form of a hub id. Nothing is downloaded.
@@ -204,7 +204,7 @@ def _find_model_fault(name: str) -> str:
     return f"model folder '{name}' not found" if is_local else f"'{name}' is not a local folder or a hub id"
 
 
-def _rounded_away(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+def _check_rounding(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
     """Yield a problem if weights in bfloat16 or float16, without a float32 copy, would lose their updates to rounding.
 
     With ``dtype: auto`` or a ``CONFIG_FILE``, the trainer decides (``trainers.rank``). ``accelerator: auto`` selects an
@@ -221,7 +221,7 @@ def _rounded_away(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Pr
         yield recipe.problem("accelerator", message, learning.float32_fix(mixed))
 
 
-def _user_code(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
+def _check_user_code(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     """Yield a problem for each reward or callback that is unknown or can't be loaded; the user's code does not run.
 
     Code that the run directory already has a copy of is not checked.
@@ -247,7 +247,7 @@ def reward_notes(recipe: Recipe) -> Iterator[str]:
             yield f"{recipe.location('reward_funcs')}: {message}. To pass all at once, set reward_isolation: none"
 
 
-def _benchmarks(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
+def _check_benchmarks(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     """Yield a problem for each unknown name in ``benchmarks``, and for each benchmark file without usable columns."""
     source = requested_sampler(recipe)
     played = source.benchmarks(recipe.__getitem__) if source else []
@@ -269,7 +269,7 @@ def _benchmarks(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
                 yield recipe.problem("benchmarks", message, fix)
 
 
-def _reward_variables(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+def _check_reward_variables(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
     """Yield a problem for each variable in ``reward_environment`` that is not set."""
     for name in recipe.rewards.environment:
         if name not in environment:
@@ -278,9 +278,9 @@ def _reward_variables(recipe: Recipe, environment: Mapping[str, str]) -> Iterato
 
 
 _CHECKS: tuple[_Check, ...] = (
-    _model, kind_problems, _rounded_away, _user_code, check_data.reward_arguments, _reward_variables,
-    _benchmarks, check_data.training_data, check_data.evaluation_data, row_filter.find_column_problem,
-    rendering.prompt_problems, passed_problems, teacher_problems,
+    _check_model, kind_problems, _check_rounding, _check_user_code, check_data.reward_arguments,
+    _check_reward_variables, _check_benchmarks, check_data.training_data, check_data.evaluation_data,
+    row_filter.find_column_problem, rendering.prompt_problems, passed_problems, teacher_problems,
 )  # fmt: skip
 
 # fmt: off

@@ -103,18 +103,18 @@ def reward_arguments(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     live += (ENVIRONMENTS,) if starts_from_rows(recipe.__getitem__) else ()
     sets: list[Columns | None] = []  # None: unknown before a download
     if recipe.data.mixture:  # counts as one dataset with the columns that all of its datasets have
-        all_of = [_columns(source) for source in mixture_sources(recipe)]
+        all_of = [_list_columns(source) for source in mixture_sources(recipe)]
         known = [columns for columns in all_of if columns is not None]
         common = set.intersection(*map(set, known)) if known and len(known) == len(all_of) else None
         sets.append(None if common is None else {name: known[0][name] for name in sorted(common)})
     elif recipe.data.name:
-        sets.append(_columns(training_source(recipe)))
+        sets.append(_list_columns(training_source(recipe)))
     if rules.evaluation_set(recipe):
-        sets.append(_columns(evaluation_source(recipe)))
+        sets.append(_list_columns(evaluation_source(recipe)))
     yield from missing_argument_problems(recipe, sets, recipe.path.parent / "rewards", live)
 
 
-def _columns(source: DataSource) -> Columns | None:
+def _list_columns(source: DataSource) -> Columns | None:
     """Return a dataset's columns, each with the reason why rewards do not get it, or "" if they do.
 
     Read only the recipe, generated data and local files. Return None for other datasets of the hub, even if they
@@ -141,24 +141,24 @@ def training_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     """
     name, mixture = recipe.data.name, recipe.data.mixture
     if name and mixture is None:
-        yield from _dataset(recipe.location("dataset_name"), training_source(recipe), recipe.location, recipe)
-        yield from _enough_rows(recipe, [training_source(recipe)])
+        yield from _check_dataset(recipe.location("dataset_name"), training_source(recipe), recipe.location, recipe)
+        yield from _check_row_count(recipe, [training_source(recipe)])
     elif mixture is not None and not (name and mixture):
         entries, size = mixture.get("datasets") or [], mixture.get("test_split_size")
         if not entries:
             fix = "add datasets: a list of {id, split, weight}"
             yield recipe.problem("dataset_mixture", "dataset_mixture names no datasets", fix)
         for index, entry in enumerate(entries):
-            for problem in _mixture_entry(recipe, entry):
+            for problem in _check_mixture_entry(recipe, entry):
                 yield Problem(problem.where, f"dataset_mixture.datasets[{index}]: {problem.what}", problem.fix)
         if size is not None and (float(size) <= 0 or (float(size) >= 1 and float(size) % 1)):
             fix = "write a share between 0 and 1, or a whole number of rows"
             yield recipe.problem("dataset_mixture", f"test_split_size is {size}", fix)
         if len(sources := mixture_sources(recipe)) == len(entries):
-            yield from _enough_rows(recipe, sources)
+            yield from _check_row_count(recipe, sources)
 
 
-def _mixture_entry(recipe: Recipe, entry: dict[str, Any]) -> Iterator[Problem]:
+def _check_mixture_entry(recipe: Recipe, entry: dict[str, Any]) -> Iterator[Problem]:
     """Yield the problems of one entry in ``dataset_mixture.datasets``; the caller adds the index of the entry."""
     where, name, columns = recipe.location("dataset_mixture"), entry.get("id"), entry.get("columns")
     if not name:
@@ -174,7 +174,7 @@ def _mixture_entry(recipe: Recipe, entry: dict[str, Any]) -> Iterator[Problem]:
                 yield Problem(where, message, "rename it in the data")
         mixture = replace(recipe.values["dataset_mixture"], value={"datasets": [entry]})
         source = mixture_sources(recipe.with_value("dataset_mixture", mixture))[0]
-        yield from _dataset(where, source, lambda _: where, recipe)
+        yield from _check_dataset(where, source, lambda _: where, recipe)
 
 
 def evaluation_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
@@ -183,7 +183,9 @@ def evaluation_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
     The split is only checked in local and built-in datasets. Yield nothing if the recipe does not evaluate.
     """
     if rules.evaluation_set(recipe):
-        yield from _dataset(recipe.location("eval_dataset_name"), evaluation_source(recipe), recipe.location, recipe)
+        yield from _check_dataset(
+            recipe.location("eval_dataset_name"), evaluation_source(recipe), recipe.location, recipe
+        )
     elif recipe.evaluation.strategy != "no" and recipe.data.name and not recipe.data.mixture:
         name, split = recipe.data.name, recipe.data.test_split
         path, data = Path(os.path.expanduser(name)), generated(name)
@@ -194,10 +196,14 @@ def evaluation_data(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Problem]:
         elif data or (os.path.isdir(path) and is_saved(path)):
             # The training split has the same columns.
             source = replace(training_source(recipe), config=None, split=split)
-            yield from _dataset(recipe.location("dataset_test_split"), source, recipe.location, recipe, columns=False)
+            yield from _check_dataset(
+                recipe.location("dataset_test_split"), source, recipe.location, recipe, columns=False
+            )
 
 
-def _dataset(where: str, source: DataSource, place: _Place, recipe: Recipe, columns: bool = True) -> Iterator[Problem]:
+def _check_dataset(
+    where: str, source: DataSource, place: _Place, recipe: Recipe, columns: bool = True
+) -> Iterator[Problem]:
     """Yield the problems of a dataset that the heads of its files show.
 
     ``where`` is the location of the dataset's name, and ``place`` returns the location of a key. With ``columns``
@@ -221,7 +227,7 @@ def _dataset(where: str, source: DataSource, place: _Place, recipe: Recipe, colu
             yield Problem(where, f"'{name}' has no split '{split}'", fix)
         head = Head(list(data.columns), [])
     elif not os.path.exists(path):
-        yield from _no_file(where, name, path)
+        yield from _find_missing_file(where, name, path)
     else:
         try:
             head = read_head(path, split)
@@ -229,10 +235,10 @@ def _dataset(where: str, source: DataSource, place: _Place, recipe: Recipe, colu
             fix = file_fix(str(error)) or "name a data file, or a folder of data files of one kind"
             yield Problem(where, str(error), fix)
     if head is not None and columns:
-        yield from _columns_and_rows(source, head, place, recipe)
+        yield from _check_columns_and_rows(source, head, place, recipe)
 
 
-def _no_file(where: str, name: str, path: Path) -> Iterator[Problem]:
+def _find_missing_file(where: str, name: str, path: Path) -> Iterator[Problem]:
     """Yield the problem of a dataset name without a local file; nothing for a hub id.
 
     A ``name`` that starts like a local path (/, ./, ../ or ~), or a ``path`` with the suffix of a data file, is
@@ -246,25 +252,27 @@ def _no_file(where: str, name: str, path: Path) -> Iterator[Problem]:
         yield Problem(where, f"'{name}' is neither a file here nor a hub id", fix)
 
 
-def _columns_and_rows(source: DataSource, head: Head, place: _Place, recipe: Recipe) -> Iterator[Problem]:
+def _check_columns_and_rows(source: DataSource, head: Head, place: _Place, recipe: Recipe) -> Iterator[Problem]:
     """Yield problems for missing columns in the head of a dataset, and for first rows of the wrong kind."""
     columns_read = (source.prompt, source.solution)
-    passed = [name for name, reason in (_columns(source) or {}).items() if not (reason or name in columns_read)]
+    passed = [name for name, reason in (_list_columns(source) or {}).items() if not (reason or name in columns_read)]
     with_solution = source.solution != DEFAULT_SOLUTION or requires_solutions(recipe.__getitem__, passed)
     broken, columns = False, [source.prompt, *[source.solution] * with_solution]
     for column, key in zip(columns, source.keys, strict=False):
-        problem = _no_column(source, head, column, for_solution=column != source.prompt)
+        problem = _find_missing_column(source, head, column, for_solution=column != source.prompt)
         if problem:
             broken = True
             yield replace(problem, where=place(key))
     for column in source.others or ():
-        if problem := _no_column(source, head, column):
+        if problem := _find_missing_column(source, head, column):
             yield replace(problem, where=place("dataset_mixture"))
     if not broken:
-        yield from _wrong_rows(source, head, place, recipe)
+        yield from _find_wrong_rows(source, head, place, recipe)
 
 
-def _no_column(source: DataSource, head: Head, column: str, for_solution: bool | None = None) -> Problem | None:
+def _find_missing_column(
+    source: DataSource, head: Head, column: str, for_solution: bool | None = None
+) -> Problem | None:
     """Return the problem of a column, or of a path into a column, that is missing in the head of a dataset, or None.
 
     The problem has no location yet. ``for_solution`` is true for the solution and false for the prompt; the fix then
@@ -284,7 +292,7 @@ def _no_column(source: DataSource, head: Head, column: str, for_solution: bool |
     return Problem("", f"'{shown_path}' has no column '{column}'", fix)
 
 
-def _wrong_rows(source: DataSource, head: Head, place: _Place, recipe: Recipe) -> Iterator[Problem]:
+def _find_wrong_rows(source: DataSource, head: Head, place: _Place, recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem if a prompt or solution in the first rows is of the wrong kind, or is missing in all of them."""
     marker, completed = recipe.data.solution_marker, starts_from_rows(recipe.__getitem__)
     readers: tuple[tuple[str, Callable[[Any], Any]], ...] = (
@@ -307,7 +315,7 @@ def _wrong_rows(source: DataSource, head: Head, place: _Place, recipe: Recipe) -
             yield Problem(place(key), f"column '{column}' of '{source.id}' has no {content} in {first}", fix)
 
 
-def _enough_rows(recipe: Recipe, sources: Sequence[DataSource]) -> Iterator[Problem]:
+def _check_row_count(recipe: Recipe, sources: Sequence[DataSource]) -> Iterator[Problem]:
     """Yield a problem if the datasets together have fewer rows than one step needs prompts.
 
     Nothing is yielded if the rows of a dataset can't be counted quickly, for example before a download, or if the
@@ -372,14 +380,14 @@ def evaluation_note(recipe: Recipe) -> str:
         return ""
     path = Path(os.path.expanduser(source.id))
     of_splits = path.is_dir() and not is_saved(path)  # its files are counted together
-    counted = None if of_splits else local_rows(source, _needed(most, share) + 1)
+    counted = None if of_splits else local_rows(source, _count_needed_rows(most, share) + 1)
     if counted is None:
         return f"evaluation: at most {most} rows of '{source.id}' ({limits})"
     used = min(most, max(1, round(share * counted)))
-    total = f"more than {counted - 1}" if counted > _needed(most, share) else str(counted)
+    total = f"more than {counted - 1}" if counted > _count_needed_rows(most, share) else str(counted)
     return f"evaluation: {used} of {total} rows of '{source.id}' ({limits})"
 
 
-def _needed(most: int, share: float) -> int:
+def _count_needed_rows(most: int, share: float) -> int:
     """Return how many rows a dataset needs so that the fraction ``share`` of them is ``most`` rows."""
     return -int(-most // share)

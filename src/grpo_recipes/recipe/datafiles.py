@@ -113,7 +113,7 @@ def read_head(path: Path, split: str = "train", rows: int = _FEW) -> Head | None
     or is not a data file.
     """
     if is_saved(path):
-        return _saved_head(path, split, rows)
+        return _read_saved_head(path, split, rows)
     if path.is_dir():
         return read_head(data_files(path)[1][0], split, rows)
     if path.suffix not in BUILDERS:
@@ -121,13 +121,13 @@ def read_head(path: Path, split: str = "train", rows: int = _FEW) -> Head | None
     if path.stat().st_size == 0:
         raise ValueError(f"'{path}' has no rows")
     if BUILDERS[path.suffix] == "json":
-        return _json_head(path, rows)
+        return _read_json_head(path, rows)
     if BUILDERS[path.suffix] == "csv":
         head, names = list[dict[str, Any]](), csv_columns(path)
         for row in csv_rows(path, _CSV_HEAD):  # the first 8 MiB are searched for faults
             head += [row] if len(head) < rows else []
         return Head(names, head)
-    return _parquet_head(path, rows)
+    return _read_parquet_head(path, rows)
 
 
 def count_rows(path: Path, most: int, split: str = "train") -> int | None:
@@ -137,7 +137,7 @@ def count_rows(path: Path, most: int, split: str = "train") -> int | None:
     """
     if is_saved(path):
         total = 0
-        for batch in _saved_batches(_saved_folder(path, split)):
+        for batch in _iterate_saved_batches(_find_split_folder(path, split)):
             total += batch.num_rows
             if total >= most:
                 return most
@@ -162,13 +162,13 @@ def _count_file(path: Path, most: int) -> int | None:
     """
     kind = BUILDERS[path.suffix]
     if kind == "parquet":
-        return min(most, int(_parquet_file(path).metadata.num_rows))
+        return min(most, int(_open_parquet(path).metadata.num_rows))
     if kind == "csv":
         return sum(1 for _ in itertools.islice(csv_rows(path), most))
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         if path.suffix == ".json":
             head = file.read(_HEAD + 1)
-            rows = list(itertools.islice(_json_rows(head), most))
+            rows = list(itertools.islice(_parse_json_rows(head), most))
             return len(rows) if len(rows) == most or len(head) <= _HEAD else None
         return sum(1 for _ in itertools.islice((line for line in file if not line.isspace()), most))
 
@@ -232,20 +232,20 @@ def file_fix(fault: str) -> str:
 # --- .json and .jsonl -------------------------------------------------------------------------------------------------
 
 
-def _json_head(path: Path, most: int) -> Head | None:
+def _read_json_head(path: Path, most: int) -> Head | None:
     """Read the columns and first ``most`` rows of a .json or .jsonl file, at most 2**20 characters.
 
     Return None if these do not contain the whole first row. Raise ValueError if the file does not begin with an object.
     """
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         text = file.read(_HEAD)
-    rows = list(itertools.islice(_json_rows(text), most))
+    rows = list(itertools.islice(_parse_json_rows(text), most))
     if not rows and len(text) < _HEAD:
         raise ValueError(f"'{path}' does not begin with a JSON object")
     return Head(list(dict.fromkeys(name for row in rows for name in row)), rows) if rows else None
 
 
-def _json_rows(head: str) -> Iterator[dict[str, Any]]:
+def _parse_json_rows(head: str) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects in a text, as lines or in a list, up to the first that is cut off, broken or no object."""
     decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
     text, end = head.lstrip().removeprefix("["), 0
@@ -260,7 +260,7 @@ def _json_rows(head: str) -> Iterator[dict[str, Any]]:
 # --- .parquet and saved datasets: pyarrow takes a tenth of a second to import, for those who have such a file ---------
 
 
-def _parquet_file(path: Path) -> Any:
+def _open_parquet(path: Path) -> Any:
     """Open a parquet file with pyarrow; raise ValueError if it is not a parquet file."""
     import pyarrow.parquet
 
@@ -268,9 +268,9 @@ def _parquet_file(path: Path) -> Any:
         return pyarrow.parquet.ParquetFile(path)
 
 
-def _parquet_head(path: Path, rows: int) -> Head:
+def _read_parquet_head(path: Path, rows: int) -> Head:
     """Read the columns and first ``rows`` rows of a parquet file; raise ValueError if it is not a parquet file."""
-    file = _parquet_file(path)
+    file = _open_parquet(path)
     names, stored = list(file.schema_arrow.names), file.schema_arrow.metadata or {}
     features: Any = {}
     with contextlib.suppress(ValueError, LookupError, TypeError):
@@ -280,35 +280,35 @@ def _parquet_head(path: Path, rows: int) -> Head:
     return Head(names, batch.to_pylist() if batch is not None else [], media)
 
 
-def _saved_folder(path: Path, split: str) -> Path:
+def _find_split_folder(path: Path, split: str) -> Path:
     """Return the folder of a split in a saved dataset, or ``path`` if it has no splits.
 
     Raise ValueError if it lacks the split, or its list of splits is damaged.
     """
     if not (path / "dataset_dict.json").is_file():
         return path
-    splits = _saved_part(path / "dataset_dict.json", "splits")
+    splits = _read_saved_names(path / "dataset_dict.json", "splits")
     if split_name(split) not in splits:
         raise ValueError(f"'{path}' has no split '{split}', only {', '.join(splits)}")
     return path / split_name(split)
 
 
-def _saved_head(path: Path, split: str, rows: int) -> Head:
+def _read_saved_head(path: Path, split: str, rows: int) -> Head:
     """Read the columns and first ``rows`` rows of a saved dataset's split; raise ValueError if it is damaged."""
-    folder = _saved_folder(path, split)
-    names, features = list(_saved_part(folder / "dataset_info.json", "features")), {}
+    folder = _find_split_folder(path, split)
+    names, features = list(_read_saved_names(folder / "dataset_info.json", "features")), {}
     with contextlib.suppress(OSError, ValueError):
         features = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))["features"]
     plain, media = _split_by_type(names, features)
     head: list[dict[str, Any]] = []
-    for batch in _saved_batches(folder):
+    for batch in _iterate_saved_batches(folder):
         if batch.num_rows:
             head = batch.slice(0, rows).select(plain).to_pylist()
             break
     return Head(names, head, media)
 
 
-def _saved_batches(folder: Path) -> Iterator[Any]:
+def _iterate_saved_batches(folder: Path) -> Iterator[Any]:
     """Yield the batches of a saved dataset, up to the first damaged or missing file, which loading reports later."""
     import pyarrow
 
@@ -323,22 +323,22 @@ def _split_by_type(names: Iterable[str], features: Mapping[str, Any]) -> tuple[l
 
     ``features`` are the types of columns by name. Columns of the type Json are in neither result.
     """
-    kinds = {name: _kinds(feature) for name, feature in features.items()}
+    kinds = {name: _list_types(feature) for name, feature in features.items()}
     plain = [name for name in names if not kinds.get(name, set()) & {*_MEDIA, "Json"}]
     return plain, frozenset(name for name in kinds if kinds[name] & _MEDIA)
 
 
-def _kinds(feature: Any) -> set[str]:
+def _list_types(feature: Any) -> set[str]:
     """Return the names of the types in a column, as `datasets` writes them into its files."""
     if isinstance(feature, list):
-        return set().union(*map(_kinds, feature))
+        return set().union(*map(_list_types, feature))
     if isinstance(feature, dict):
         kind = {str(feature["_type"])} if isinstance(feature.get("_type"), str) else set()
-        return kind.union(*map(_kinds, feature.values()))
+        return kind.union(*map(_list_types, feature.values()))
     return set()
 
 
-def _saved_part(path: Path, key: str) -> list[str]:
+def _read_saved_names(path: Path, key: str) -> list[str]:
     """Return the names under ``key`` in a saved dataset's JSON file; raise ValueError if it is missing or damaged."""
     damaged = ValueError(f"'{path}' is missing or damaged; save the dataset again")
     with translate_errors((OSError, ValueError, LookupError, TypeError), lambda _: damaged):

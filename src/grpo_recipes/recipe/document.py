@@ -175,7 +175,7 @@ def _parse(path: Path, text: str, problems: list[Problem]) -> dict[str, Value]:
                     problems.append(Problem(line_of(key), message, "keep one of the two lines"))
         elif isinstance(node, yaml.ScalarNode) and node.style is None:
             nested = any(isinstance(step, str) for step in path_to_node[1:])
-            problems += [Problem(line_of(node), *trap) for trap in _yaml_traps(node.tag, node.value, nested)]
+            problems += [Problem(line_of(node), *trap) for trap in _find_yaml_traps(node.tag, node.value, nested)]
     construct = functools.partial(loader.construct_object, deep=True)
     return {str(construct(key)): Value(construct(value), line_of(key), lines=lines) for key, value in root.value}
 
@@ -191,7 +191,7 @@ def _walk(path: KeyPath, node: yaml.Node, name: yaml.Node | None = None) -> Iter
             yield from _walk((*path, index), item)
 
 
-def _yaml_traps(tag: str, text: str, nested: bool) -> Iterator[tuple[str, str]]:
+def _find_yaml_traps(tag: str, text: str, nested: bool) -> Iterator[tuple[str, str]]:
     """Yield (problem, fix) for an unquoted value that YAML 1.1 reads differently from how it looks.
 
     These are integers with a leading zero, which YAML reads as octal. In ``nested`` values (in a mapping inside a key),
@@ -255,11 +255,11 @@ def as_words(keys: Mapping[str, Value]) -> list[str]:
     words: list[str] = []
     for key, value in keys.items():
         items = (value.value or ["none"]) if isinstance(value.value, list) else [value.value]
-        words += [f"--{key}", *("null" if item is None else _as_word(item) for item in items)]
+        words += [f"--{key}", *("null" if item is None else _format_word(item) for item in items)]
     return words
 
 
-def _as_word(value: Any) -> str:
+def _format_word(value: Any) -> str:
     """Return a value as a word of the command line: a mapping as YAML in one line, a boolean as true or false."""
     if isinstance(value, dict):
         return str(yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)).strip()
@@ -282,10 +282,8 @@ def convert_value(key: str, entry: Entry, raw: Value, path: KeyPath = ()) -> tup
     value, path = raw.value, path or (key,)
     subject = "" if raw.source == f"--{key}" else f"{key}: "
     if value is None or (raw.from_text and value == "null"):
-        empty = Problem(
-            raw.source, f"{subject}expected {_expected(entry)}, got nothing", f"{_fix(key, entry)}, or remove it"
-        )
-        return None, [] if entry["optional"] else [empty]
+        message, fix = f"{subject}expected {_describe_expected(entry)}, got nothing", _suggest_value(key, entry)
+        return None, [] if entry["optional"] else [Problem(raw.source, message, f"{fix}, or remove it")]
     lacks_value = value is True or (value == "" and entry["type"] in ("int", "float"))
     if lacks_value and entry["type"] != "bool" and raw.source.startswith("--"):
         return None, [Problem(raw.source, "is given without a value", f"write {raw.source} VALUE")]
@@ -296,8 +294,10 @@ def convert_value(key: str, entry: Entry, raw: Value, path: KeyPath = ()) -> tup
     try:
         value = _convert(entry["type"], value, raw.from_text)
     except ValueError as error:
-        return None, [Problem(raw.source, f"{subject}{error}", _fix(key, entry))]
-    problems = [Problem(raw.source, f"{subject}{message}", fix) for message, fix in _broken_limits(key, entry, value)]
+        return None, [Problem(raw.source, f"{subject}{error}", _suggest_value(key, entry))]
+    problems = [
+        Problem(raw.source, f"{subject}{message}", fix) for message, fix in _find_broken_limits(key, entry, value)
+    ]
     if key in nested_catalogue() and isinstance(value, dict):
         problems += _convert_parts(key, value, raw, path)
     elif key in nested_catalogue() and isinstance(value, list):
@@ -383,7 +383,7 @@ def as_bool(value: Any) -> Any:
     return _TRUTH.get(value.lower(), value) if isinstance(value, str) else value
 
 
-def _broken_limits(key: str, entry: Entry, value: Any) -> Iterator[tuple[str, str]]:
+def _find_broken_limits(key: str, entry: Entry, value: Any) -> Iterator[tuple[str, str]]:
     """Yield (problem, fix) for each limit of the catalog entry that a value breaks: min, max and choices."""
     low, high, choices = entry.get("min"), entry.get("max"), entry.get("choices")
     if low is not None and value < low:
@@ -394,11 +394,11 @@ def _broken_limits(key: str, entry: Entry, value: Any) -> Iterator[tuple[str, st
         yield f"expected at most {high}, got {value}", f"set {key} to {high} or less"
     if choices and isinstance(value, str) and value not in choices:
         close = nearest_of(value, choices) if len(choices) > 12 else None
-        fix = REFUSED_VALUES.get(key, {}).get(value) or (f"set {key}: {close}" if close else _fix(key, entry))
+        fix = REFUSED_VALUES.get(key, {}).get(value) or (f"set {key}: {close}" if close else _suggest_value(key, entry))
         yield f"'{value}' is not supported", fix
 
 
-def _expected(entry: Entry) -> str:
+def _describe_expected(entry: Entry) -> str:
     """Return a text for the values that a key accepts, e.g. ``an integer``, or ``one of`` its choices."""
     if entry.get("choices"):
         return "one of " + ", ".join(f'"{word}"' if word in _READ_AS_BOOL else word for word in entry["choices"])
@@ -407,9 +407,9 @@ def _expected(entry: Entry) -> str:
     return _TYPE_NAMES.get(entry["type"], "a list, e.g. [a, b]")
 
 
-def _fix(key: str, entry: Entry) -> str:
+def _suggest_value(key: str, entry: Entry) -> str:
     """Return the fix for a value of a wrong type: the type to set, and the default as an example if it is a number."""
     default = entry.get("default")
     is_number = isinstance(default, int | float) and not isinstance(default, bool)
     example = f", e.g. {default:g}" if is_number and not entry.get("choices") else ""
-    return f"set {key} to {_expected(entry)}{example}"
+    return f"set {key} to {_describe_expected(entry)}{example}"

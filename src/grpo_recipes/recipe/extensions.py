@@ -96,11 +96,11 @@ def extensions() -> tuple[Extension, ...]:
         names.append(f"{package}.{_CONSOLE}")
     registered = [importlib.import_module(name).EXTENSION for name in names]
     for entry_point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda entry: entry.name):
-        registered.append(_installed(entry_point))
+        registered.append(_load_installed(entry_point))
     return tuple(registered)
 
 
-def _installed(entry_point: importlib.metadata.EntryPoint) -> Extension:
+def _load_installed(entry_point: importlib.metadata.EntryPoint) -> Extension:
     """Return the extension of an installed package.
 
     Raise a ConfigError that names the package if it cannot be imported or does not provide an ``Extension``.

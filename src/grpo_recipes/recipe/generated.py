@@ -52,13 +52,13 @@ class GeneratedData:
         return self.name.partition(":")[0]
 
 
-def _smoke_rows(name: str, _: Lookup, split: str) -> list[Row]:
+def _read_smoke_rows(name: str, _: Lookup, split: str) -> list[Row]:
     """Return the rows of a smoke dataset for the split "train" or "test"."""
     splits = smoke.split_sums(solutions=name == smoke.UNTRAINED, programs=name == smoke.PROGRAMS)
     return [dict(row) for row in splits[split == "test"]]
 
 
-def _smoke_fingerprint(name: str, _: Lookup) -> str:
+def _fingerprint_smoke(name: str, _: Lookup) -> str:
     """Return a name that changes with the rows of a smoke dataset: the name of its folder."""
     return smoke.smoke_folder(name, {}).name
 
@@ -67,8 +67,8 @@ _SMOKE = tuple(
     GeneratedData(
         name,
         ("problem", "answer", *(["solution"] if name == smoke.UNTRAINED else [])),
-        partial(_smoke_rows, name),
-        partial(_smoke_fingerprint, name),
+        partial(_read_smoke_rows, name),
+        partial(_fingerprint_smoke, name),
         in_files=True,
     )
     for name in smoke.SMOKE_DATA

@@ -130,7 +130,7 @@ def search_words() -> dict[str, str]:
 
 
 @functools.cache
-def _generated() -> dict[str, Any]:
+def _read_generated() -> dict[str, Any]:
     """Return the content of ``keys.json``; cached."""
     content: dict[str, Any] = json.loads(CATALOGUE_FILE.read_text(encoding="utf-8"))
     return content
@@ -139,7 +139,7 @@ def _generated() -> dict[str, Any]:
 @functools.cache
 def catalogue() -> dict[str, dict[str, Any]]:
     """Return every recipe key, including the keys of extensions: name -> type, default, help and limits."""
-    return dict(sorted({**_generated()["keys"], **extension_entries()}.items()))
+    return dict(sorted({**_read_generated()["keys"], **extension_entries()}.items()))
 
 
 def keys_by_topic() -> dict[str, list[str]]:
@@ -162,7 +162,7 @@ def extension_entries() -> dict[str, dict[str, Any]]:
     for extension in extensions():
         keys = entries_of(extension.load("keys")) if extension.keys else {}
         for name in keys:
-            if name in entries or name in _generated()["keys"]:
+            if name in entries or name in _read_generated()["keys"]:
                 message = f"the extension {extension.name} declares '{name}', but the key exists already"
                 raise config_error("extensions", message, f"rename the key in {extension.keys}")
         entries |= keys
@@ -172,7 +172,10 @@ def extension_entries() -> dict[str, dict[str, Any]]:
 @functools.cache
 def nested_catalogue() -> dict[str, dict[str, dict[str, Any]]]:
     """Return the keys of mappings inside a key, e.g. ``dataset_mixture.datasets`` -> name -> type, default, help."""
-    return {**_generated()["nested"], **{path: entries_of(load(config)) for path, config in merged("nested").items()}}
+    return {
+        **_read_generated()["nested"],
+        **{path: entries_of(load(config)) for path, config in merged("nested").items()},
+    }
 
 
 def passed_catalogue() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
@@ -180,13 +183,13 @@ def passed_catalogue() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
 
     A variant is the value of another key that decides which names the library reads, or an empty string.
     """
-    passed: dict[str, dict[str, dict[str, dict[str, Any]]]] = _generated()["passed"]
+    passed: dict[str, dict[str, dict[str, dict[str, Any]]]] = _read_generated()["passed"]
     return passed
 
 
 def catalogue_trl() -> str:
     """Return the version of TRL that the catalog was made from."""
-    return str(_generated()["trl"])
+    return str(_read_generated()["trl"])
 
 
 def run_root(environment: Mapping[str, str]) -> Path:

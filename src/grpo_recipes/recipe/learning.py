@@ -1,4 +1,4 @@
-"""Detect recipes that can't learn: updates that low precision rounds away, and a warm-up that never ends. No torch."""
+"""The precision of a recipe, and recipes that can't learn: rounded-away updates, an endless warm-up. No torch."""
 
 import math
 

@@ -39,7 +39,7 @@ def targets_q(recipe: Recipe) -> bool:
     return objective is not None and objective.targets_q
 
 
-def _tau(recipe: Recipe) -> float | None:
+def _get_tau(recipe: Recipe) -> float | None:
     """Return the recipe's tau, or its objective's default; None without an objective or without a temperature."""
     objective = OBJECTIVES.get(recipe.maxent.objective or "")
     return objective.tau_or_default(recipe.maxent.tau) if objective else None
@@ -53,9 +53,9 @@ def weight_ratio(recipe: Recipe, tau: float | None = None) -> float:
     maxent_target_ratio and ``tau`` is None, return that ratio. Return infinity if wrong answers have no weight, and for
     an objective without tau.
     """
-    if tau is None and _target(recipe) == [_RATIO]:
+    if tau is None and _find_target(recipe) == [_RATIO]:
         return float(recipe[_RATIO])
-    tau = _tau(recipe) if tau is None else tau
+    tau = _get_tau(recipe) if tau is None else tau
     if tau is None:
         return math.inf
     if not targets_q(recipe):
@@ -79,8 +79,8 @@ def limit_note(recipe: Recipe) -> str | None:
     Either right and wrong answers have nearly equal weights, or wrong answers have practically no weight. ``listwise``
     has further cases for long completions. Return None for other tasks, without tau, and if a controller moves tau.
     """
-    name, ratio, tau = recipe.maxent.objective or "", weight_ratio(recipe), _tau(recipe)
-    if task_of(recipe) != MAXENT or tau is None or _targets(recipe):
+    name, ratio, tau = recipe.maxent.objective or "", weight_ratio(recipe), _get_tau(recipe)
+    if task_of(recipe) != MAXENT or tau is None or _list_targets(recipe):
         return None
     times = format_ratio(ratio)
     weight = f"maxent_objective: {name} with tau {tau:g}: a right answer weighs {times} as much as a wrong answer"
@@ -89,7 +89,7 @@ def limit_note(recipe: Recipe) -> str | None:
         key = "maxent_beta" if targets_q(recipe) and weight_ratio(recipe, 0.0) < _EQUAL_RATIO else "maxent_tau"
         return f"{weight}, so {methods.get(name, 'it hardly learns from rewards')}; a lower {key} changes that"
     if name == "listwise":
-        return _listwise_note(recipe, ratio)
+        return _describe_listwise(recipe, ratio)
     if ratio > _RIGHT_ONLY_RATIO:
         method = "this is training only on right answers"
         if name == "tempered":
@@ -98,7 +98,7 @@ def limit_note(recipe: Recipe) -> str | None:
     return None
 
 
-def _listwise_note(recipe: Recipe, ratio: float) -> str | None:
+def _describe_listwise(recipe: Recipe, ratio: float) -> str | None:
     """Return a note if the objective ``listwise`` has an effect with long completions that users do not expect.
 
     This is the case if the policy's temperature is above 0 and the limit is very long, or if log-probs are divided by
@@ -127,25 +127,25 @@ def format_ratio(ratio: float) -> str:
     return "infinitely many times" if ratio == math.inf else f"{ratio:.3g} times"
 
 
-def _targets(recipe: Recipe) -> list[str]:
+def _list_targets(recipe: Recipe) -> list[str]:
     """Return the keys of a MaxEnt recipe that set a target for tau's controller; [] for recipes of other tasks."""
     return tau_targets(recipe.__getitem__) if task_of(recipe) == MAXENT else []
 
 
-def _target(recipe: Recipe) -> list[str]:
+def _find_target(recipe: Recipe) -> list[str]:
     """Return the key of the target in a list, or an empty list if the recipe has no target or several."""
-    return targets if len(targets := _targets(recipe)) == 1 else []
+    return targets if len(targets := _list_targets(recipe)) == 1 else []
 
 
-def _equal_weights(recipe: Recipe, target: str) -> float:
-    """Return the value of a limited target at equal weights, its largest value for the recipe's group size."""
+def _bound_target(recipe: Recipe, target: str) -> float:
+    """Return the largest value of a limited target for the recipe's group size: its value at equal weights."""
     return _LIMITED[target][2](recipe.batch.num_generations)
 
 
-def _unreachable_targets(recipe: Recipe) -> list[str]:
+def _find_unreachable_target(recipe: Recipe) -> list[str]:
     """Return the key of the target in a list if no weights of a group can reach its value, else []."""
-    limited = [key for key in _target(recipe) if key in _LIMITED]
-    return [key for key in limited if not _LIMITED[key][1] < recipe[key] <= _equal_weights(recipe, key)]
+    limited = [key for key in _find_target(recipe) if key in _LIMITED]
+    return [key for key in limited if not _LIMITED[key][1] < recipe[key] <= _bound_target(recipe, key)]
 
 
 def _start_outside_limits(recipe: Recipe) -> list[str]:
@@ -153,27 +153,27 @@ def _start_outside_limits(recipe: Recipe) -> list[str]:
 
     The key is the broken limit if the user set only the limit, else maxent_tau. Another rule checks swapped limits.
     """
-    low, high, tau = recipe.maxent.tau_min, recipe.maxent.tau_max, _tau(recipe)
-    if tau is None or not _target(recipe) or low <= tau <= high or (low > high and 0 < tau < math.inf):
+    low, high, tau = recipe.maxent.tau_min, recipe.maxent.tau_max, _get_tau(recipe)
+    if tau is None or not _find_target(recipe) or low <= tau <= high or (low > high and 0 < tau < math.inf):
         return []
     limit = "maxent_tau_min" if tau < low else "maxent_tau_max"
     return [limit if recipe.is_set(limit) and not recipe.is_set("maxent_tau") else "maxent_tau"]
 
 
-def _within_limits(recipe: Recipe, _: str) -> str:
+def _suggest_start(recipe: Recipe, _: str) -> str:
     """Return the fix for a tau that starts outside the controller's limits: a value between them, or other limits."""
     low, high = sorted((recipe.maxent.tau_min, recipe.maxent.tau_max))
     middle = f"set maxent_tau: {math.sqrt(low * high):.3g}"
     return f"{middle}, or other limits" if low < high else f"remove maxent_tau_max, or {middle}"
 
 
-def _unread(recipe: Recipe) -> list[str]:
+def _list_unread_keys(recipe: Recipe) -> list[str]:
     """Return the maxent keys that a MaxEnt recipe sets, but its objective does not read; [] without an objective."""
     objective = objective_of(recipe)
     return [key for key in matching_keys(" ".join(objective.unread)) if recipe.is_set(key)] if objective else []
 
 
-def _fixed(recipe: Recipe) -> dict[str, str]:
+def _get_fixed_keys(recipe: Recipe) -> dict[str, str]:
     """Return TRL's keys with the values that the recipe's objective needs; {} without an objective."""
     objective = objective_of(recipe)
     return objective.fixed_keys(recipe.__getitem__) if objective else {}
@@ -187,12 +187,12 @@ RULES = (
     Rule("maxent_objective", lambda r: task_of(r) == MAXENT and r.maxent.objective is None,
         "maxent_objective is null, and the recipe names no other task",
         "set maxent_objective: listwise, or remove it; docs/maxent.md has the evidence for each objective"),
-    Rule("{item}", _unread, "'{item}' changes nothing under maxent_objective: {maxent_objective}",
+    Rule("{item}", _list_unread_keys, "'{item}' changes nothing under maxent_objective: {maxent_objective}",
         lambda r, key: f"{removal(r, key)}, or write maxent_objective: "
         + " or ".join(name for name, objective in sorted(OBJECTIVES.items()) if key not in objective.unread)),
-    Rule("{item}", lambda r: [key for key, value in _fixed(r).items() if r.is_set(key) and r[key] != value],
+    Rule("{item}", lambda r: [key for key, value in _get_fixed_keys(r).items() if r.is_set(key) and r[key] != value],
         lambda r, key: f"{key}: {r[key]} contradicts maxent_objective: {r.maxent.objective}, whose {key} is "
-        f"{_fixed(r)[key]}", "{removal}"),
+        f"{_get_fixed_keys(r)[key]}", "{removal}"),
     Rule("maxent_length_normalize_policy",
         lambda r: r.maxent.objective == "listwise" and r.maxent.policy_temperature > 0
         and set_by_user(r, "maxent_length_normalize_policy"),
@@ -207,32 +207,32 @@ RULES = (
         lambda r, _: f"maxent_q_epsilon {r.maxent.q_epsilon:g} is not below 1 / num_generations "
         f"({1 / r.batch.num_generations:g}): q would be negative",
         lambda r, _: f"write less than {1 / r.batch.num_generations:g}, e.g. maxent_q_epsilon: 1e-6"),
-    Rule("maxent_tau", lambda r: targets_q(r) and (_tau(r) or 0) + r.maxent.beta <= 0,
+    Rule("maxent_tau", lambda r: targets_q(r) and (_get_tau(r) or 0) + r.maxent.beta <= 0,
         "maxent_tau and maxent_beta are both 0: the target's exponents 1 / (tau + beta) are not defined",
         "write maxent_tau: 0.01 or more, or a maxent_beta"),
-    Rule("{item}", lambda r: task_of(r) == MAXENT and _tau(r) is not None and not _targets(r)
+    Rule("{item}", lambda r: task_of(r) == MAXENT and _get_tau(r) is not None and not _list_targets(r)
         and set_by_user(r, "maxent_tau_lr maxent_tau_min maxent_tau_max maxent_tau_warmup_steps"),
         "'{item}' changes nothing without a target: tau is fixed", f"{{removal}}, or add {next(iter(TAU_TARGETS))}"),
-    Rule("{item}", lambda r: _targets(r)[1:],
-        lambda r, key: f"{key} and {_targets(r)[0]} are both set, and tau can follow only one target",
+    Rule("{item}", lambda r: _list_targets(r)[1:],
+        lambda r, key: f"{key} and {_list_targets(r)[0]} are both set, and tau can follow only one target",
         "keep one of them"),
-    Rule("{item}", _unreachable_targets,
+    Rule("{item}", _find_unreachable_target,
         lambda r, key: f"{key} {r[key]:g} is not between {_LIMITED[key][1]} (all weight on one completion) and "
-        f"{_LIMITED[key][0]} = {_equal_weights(r, key):g} (equal weights)", 
-        lambda r, key: f"set {key}: {(_LIMITED[key][1] + _equal_weights(r, key)) / 2:.3g}"),
-    Rule(_RATIO, lambda r: _target(r) == [_RATIO] and r[_RATIO] > weight_ratio(r, r.maxent.tau_min),
+        f"{_LIMITED[key][0]} = {_bound_target(r, key):g} (equal weights)", 
+        lambda r, key: f"set {key}: {(_LIMITED[key][1] + _bound_target(r, key)) / 2:.3g}"),
+    Rule(_RATIO, lambda r: _find_target(r) == [_RATIO] and r[_RATIO] > weight_ratio(r, r.maxent.tau_min),
         lambda r, _: f"{_RATIO} {r[_RATIO]:g} is out of reach: at maxent_tau_min {r.maxent.tau_min:g} a right "
         f"answer weighs {format_ratio(weight_ratio(r, r.maxent.tau_min))} as much as a wrong answer",
         "lower it, or lower maxent_tau_min or maxent_beta"),
-    Rule("maxent_tau_lr", lambda r: _target(r) == [_RATIO] and r.maxent.tau_lr >= 2,
+    Rule("maxent_tau_lr", lambda r: _find_target(r) == [_RATIO] and r.maxent.tau_lr >= 2,
         "maxent_tau_lr {maxent_tau_lr:g} takes tau further past maxent_target_ratio with each step",
         "set maxent_tau_lr: 0.2, which corrects a fifth of the error, or 1, which corrects all of it"),
-    Rule("maxent_tau_min", lambda r: _target(r) and r.maxent.tau_min > r.maxent.tau_max,
+    Rule("maxent_tau_min", lambda r: _find_target(r) and r.maxent.tau_min > r.maxent.tau_max,
         "maxent_tau_min {maxent_tau_min:g} is above maxent_tau_max {maxent_tau_max:g}",
         "set maxent_tau_min: {maxent_tau_max:g} and maxent_tau_max: {maxent_tau_min:g}"),
     Rule("{item}", _start_outside_limits,
-        lambda r, _: f"tau starts at {_tau(r):g}, outside of maxent_tau_min {r.maxent.tau_min:g} and maxent_tau_max "
-        f"{r.maxent.tau_max:g}", _within_limits),
+        lambda r, _: f"tau starts at {_get_tau(r):g}, outside of maxent_tau_min {r.maxent.tau_min:g} and "
+        f"maxent_tau_max {r.maxent.tau_max:g}", _suggest_start),
     Rule("{item}", lambda r: r.loss.kl_target is None and set_by_user(r, "kl_horizon kl_ctl_step_size kl_beta_min"),
         "'{item}' changes nothing without kl_target: beta is fixed", "{removal}, or add kl_target"),
     Rule("kl_target", lambda r: r.loss.kl_target is not None and r.loss.beta == 0,

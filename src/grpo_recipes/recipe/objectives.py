@@ -59,7 +59,7 @@ NAMED_OBJECTIVES = {
 }
 
 
-def _estimates(recipe: Recipe) -> bool:
+def _replaces_advantages(recipe: Recipe) -> bool:
     """Return whether ``advantage_estimator`` replaces TRL's advantages; false for MaxEnt recipes."""
     return recipe.loss.advantage_estimator != "group" and recipe.maxent.objective is None
 
@@ -72,10 +72,10 @@ def _list_completion_ratio_keys(recipe: Recipe) -> list[str]:
 
 
 RULES = (
-    Rule("scale_rewards", lambda r: _estimates(r) and set_by_user(r, "scale_rewards"),
+    Rule("scale_rewards", lambda r: _replaces_advantages(r) and set_by_user(r, "scale_rewards"),
         "'scale_rewards' changes nothing with advantage_estimator: {advantage_estimator}", "{removal}"),
     Rule("multi_objective_aggregation",
-        lambda r: _estimates(r) and r.rewards.multi_objective_aggregation != "sum_then_normalize",
+        lambda r: _replaces_advantages(r) and r.rewards.multi_objective_aggregation != "sum_then_normalize",
         "multi_objective_aggregation: {multi_objective_aggregation} and advantage_estimator: {advantage_estimator}, "
         "which uses the sum of rewards, can't be combined", "{removal}"),
     Rule("dynamic_sampling",

@@ -111,15 +111,20 @@ def passed_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[
     """
     for key in _DICTIONARIES:
         with contextlib.suppress(BrokenKey):  # one wrong dictionary does not hide another's problems
-            yield from _part_problems(recipe, key, recipe[key] or {}, Value(None, recipe.source(key)))
-    checks: list[Callable[[Recipe], Iterator[Problem]]] = [_accumulation, _optimizer, _scheduler, _sampling]
-    checks.append(partial(_template, environment=environment))
+            yield from _find_part_problems(recipe, key, recipe[key] or {}, Value(None, recipe.source(key)))
+    checks: list[Callable[[Recipe], Iterator[Problem]]] = [
+        _check_accumulation,
+        _check_optimizer,
+        _check_scheduler,
+        _check_sampling,
+    ]
+    checks.append(partial(_check_template, environment=environment))
     for check in checks:
         with contextlib.suppress(BrokenKey):
             yield from check(recipe)
 
 
-def _accumulation(recipe: Recipe) -> Iterator[Problem]:
+def _check_accumulation(recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem for each argument of accelerate's accumulation plugin that has its own recipe key."""
     key, part = "accelerator_config", "gradient_accumulation_kwargs"
     for name, value in ((recipe[key] or {}).get(part) or {}).items():
@@ -166,7 +171,7 @@ def known_names(recipe: Recipe, key: str) -> tuple[Mapping[str, Entry], str]:
     return variants[""], "it"
 
 
-def _part_problems(recipe: Recipe, key: str, parts: dict[str, Any], raw: Value) -> Iterator[Problem]:
+def _find_part_problems(recipe: Recipe, key: str, parts: dict[str, Any], raw: Value) -> Iterator[Problem]:
     """Yield problems for owned names, unknown names, and values of a wrong kind in a dictionary of the recipe.
 
     ``parts`` is the dictionary; its values are converted in place. ``raw`` is the value of ``key`` with its source.
@@ -181,14 +186,16 @@ def _part_problems(recipe: Recipe, key: str, parts: dict[str, Any], raw: Value) 
         if name in OWNED_NAMES.get(key, {}) and name not in known:
             yield owned_name(recipe, key, name, part, where)
         elif name not in known:
-            yield _unknown_name(recipe, key, str(name), where, known, reader)
+            yield _describe_unknown_name(recipe, key, str(name), where, known, reader)
         else:
             value = Value(part, where, from_text=raw.from_text)
             parts[name], problems = convert_value(f"{key}.{name}", known[name], value)
             yield from problems
 
 
-def _unknown_name(recipe: Recipe, key: str, name: str, where: str, known: Mapping[str, Any], reader: str) -> Problem:
+def _describe_unknown_name(
+    recipe: Recipe, key: str, name: str, where: str, known: Mapping[str, Any], reader: str
+) -> Problem:
     """Return the problem of a name that the dictionary ``key`` must not contain; the fix is the nearest known name.
 
     ``known`` are the names that it may contain, and ``reader`` names the library that reads them. If no name is near,
@@ -209,7 +216,7 @@ def _unknown_name(recipe: Recipe, key: str, name: str, where: str, known: Mappin
     return Problem(where, message, fix)
 
 
-def _optimizer(recipe: Recipe) -> Iterator[Problem]:
+def _check_optimizer(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems in ``optim_args``: it is not ``name=value`` pairs, or has wrong names or values."""
     if not recipe.optimizer.optim_args:
         return
@@ -224,10 +231,10 @@ def _optimizer(recipe: Recipe) -> Iterator[Problem]:
             return
         parts[name] = text
     raw = Value(None, recipe.source("optim_args"), from_text=True)
-    yield from _part_problems(recipe, "optim_args", parts, raw)
+    yield from _find_part_problems(recipe, "optim_args", parts, raw)
 
 
-def _scheduler(recipe: Recipe) -> Iterator[Problem]:
+def _check_scheduler(recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem for each argument that the scheduler needs, but that ``lr_scheduler_kwargs`` lacks.
 
     For some schedulers, exactly one of two arguments must be given; none or both are a problem too.
@@ -245,7 +252,7 @@ def _scheduler(recipe: Recipe) -> Iterator[Problem]:
         yield recipe.problem(key, message, "set lr_scheduler_kwargs: {min_lr_rate: 0.1}")
 
 
-def _sampling(recipe: Recipe) -> Iterator[Problem]:
+def _check_sampling(recipe: Recipe) -> Iterator[Problem]:
     """Yield problems for names in ``generation_kwargs`` that make the server sample from another distribution.
 
     They are allowed without importance-sampling correction. ``structured_outputs`` next to its own key is a problem
@@ -265,7 +272,7 @@ def _sampling(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(recipe.location("generation_kwargs", "structured_outputs"), message, fix)
 
 
-def _template(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
+def _check_template(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[Problem]:
     """Yield problems for names in ``chat_template_kwargs`` that the trainer sets or the chat template does not read."""
     key = "chat_template_kwargs"
     kwargs = recipe[key] or {}

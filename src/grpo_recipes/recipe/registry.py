@@ -58,17 +58,17 @@ class SyncMethod:
         return device == "cuda" or ON_GPUS not in self.serves.values()
 
 
-def _serving(status: str, **reasons: str) -> dict[str, str]:
+def _fill_setups(status: str, **reasons: str) -> dict[str, str]:
     """Return ``status`` for every setup, except for the setups with a reason against them."""
     return {**dict.fromkeys(SETUPS, status), **reasons}
 
 
 SYNC_METHODS = {
-    "file": SyncMethod(reconnects=_EVERYWHERE, serves=_serving(YES)),
-    "nccl": SyncMethod(reconnects=frozenset(), serves=_serving(ON_GPUS)),
+    "file": SyncMethod(reconnects=_EVERYWHERE, serves=_fill_setups(YES)),
+    "nccl": SyncMethod(reconnects=frozenset(), serves=_fill_setups(ON_GPUS)),
     "shared": SyncMethod(
         reconnects=frozenset({"cpu"}),  # CUDA memory is undefined after its process has ended
-        serves=_serving(
+        serves=_fill_setups(
             ON_CPU,
             zero2=_BUFFERS,
             zero3=_SPLIT,
@@ -82,16 +82,18 @@ SYNC_METHODS = {
     ),
     "lora": SyncMethod(
         reconnects=_EVERYWHERE,
-        serves=_serving(YES, zero3=_SPLIT, fsdp2=_SPLIT, custom=_MAY_SPLIT, full="it carries an adapter (use_peft)"),
+        serves=_fill_setups(
+            YES, zero3=_SPLIT, fsdp2=_SPLIT, custom=_MAY_SPLIT, full="it carries an adapter (use_peft)"
+        ),
     ),
-    "restart": SyncMethod(reconnects=_EVERYWHERE, serves=_serving(YES)),
+    "restart": SyncMethod(reconnects=_EVERYWHERE, serves=_fill_setups(YES)),
 }
 COLOCATE = "colocate"  # vLLM runs inside the trainers and loads the weights directly
 # All methods that send weights to vLLM: `grpo check` and the plan enforce this table, and the docs print it.
 SYNC_TABLE = {
     **SYNC_METHODS,
     COLOCATE: SyncMethod(
-        reconnects=frozenset(), serves=_serving(YES, replicas="each trainer already has its own vLLM")
+        reconnects=frozenset(), serves=_fill_setups(YES, replicas="each trainer already has its own vLLM")
     ),
 }
 EXTERNAL = "external"  # an external server, which loads the weights from files

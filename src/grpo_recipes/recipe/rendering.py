@@ -57,7 +57,7 @@ def rendering_notes(render: Render, prompt: list[Message], template: str, kwargs
     """
     notes = []
     with contextlib.suppress(*FAILURES):
-        if note := _date_note(template, prompt, kwargs):
+        if note := _describe_date(template, prompt, kwargs):
             notes.append(note)
     if opens_thought(render(prompt)):
         notes.append(
@@ -72,7 +72,7 @@ def opens_thought(rendered: str) -> bool:
     return rendered.rstrip().endswith(_THINK)
 
 
-def _date_note(template: str, prompt: list[Message], kwargs: Mapping[str, Any]) -> str:
+def _describe_date(template: str, prompt: list[Message], kwargs: Mapping[str, Any]) -> str:
     """Return a note if the chat template writes the current date into prompts, with the fix; else an empty text."""
 
     def varies(variables: Mapping[str, Any]) -> bool:
@@ -125,18 +125,18 @@ def prompt_problems(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[
         return
     if recipe.model.chat_template and "messages" not in recipe.model.chat_template:  # reported by a rule
         return
-    key, templates = _templates(recipe, environment)
+    key, templates = _find_templates(recipe, environment)
     if templates is None:
         return
     if "default" not in templates:
         yield recipe.problem(key, "the model has no chat template", "add chat_template to the recipe")
         return
     with contextlib.suppress(ConfigError):  # a row that is not a prompt is reported by the check of the data
-        if fault := _rendering_fault(recipe, key, templates["default"]):
+        if fault := _find_rendering_fault(recipe, key, templates["default"]):
             yield fault
 
 
-def _rendering_fault(recipe: Recipe, key: str, template: str) -> Problem | None:
+def _find_rendering_fault(recipe: Recipe, key: str, template: str) -> Problem | None:
     """Return a problem for the first prompt that the template rejects or from which it omits a message, or None.
 
     ``key`` is the recipe key that sets the template. Raise ConfigError if a row is not a prompt.
@@ -144,7 +144,7 @@ def _rendering_fault(recipe: Recipe, key: str, template: str) -> Problem | None:
     system = recipe.model.system_prompt
     try:
         render = render_with(template, recipe.model.chat_template_kwargs or {})
-        for prompt in _prompts(recipe):
+        for prompt in _read_prompts(recipe):
             if message := missing_message(render, prompt):
                 is_system_prompt = system and message == {"role": "system", "content": system}
                 fault = f"the chat template leaves out the {message['role']} message of a prompt"
@@ -171,7 +171,7 @@ def _renders(render: Render, prompt: list[Message]) -> bool:
         return False
 
 
-def _templates(recipe: Recipe, environment: Mapping[str, str]) -> tuple[str, Mapping[str, str] | None]:
+def _find_templates(recipe: Recipe, environment: Mapping[str, str]) -> tuple[str, Mapping[str, str] | None]:
     """Return the recipe key that decides the chat template, and the templates by name.
 
     The templates are None if the model's files are not on this machine.
@@ -181,7 +181,7 @@ def _templates(recipe: Recipe, environment: Mapping[str, str]) -> tuple[str, Map
     return "model_name_or_path", templates_of(recipe, environment)
 
 
-def _prompts(recipe: Recipe) -> Iterator[list[Message]]:
+def _read_prompts(recipe: Recipe) -> Iterator[list[Message]]:
     """Yield a prompt for each sequence of roles in the first rows of local files.
 
     Without a local row, yield a prompt with the system prompt, if any, and a text of the user.
@@ -209,13 +209,13 @@ def prompt_notes(recipe: Recipe, environment: Mapping[str, str]) -> Iterator[str
 
     Yield nothing without a local chat template, or if the template rejects the first prompt.
     """
-    templates = _templates(recipe, environment)[1] if source_of(recipe.__getitem__) is None else None
+    templates = _find_templates(recipe, environment)[1] if source_of(recipe.__getitem__) is None else None
     if not templates or "default" not in templates:
         return
     kwargs = recipe.model.chat_template_kwargs or {}
     with contextlib.suppress(ConfigError, *FAILURES):
         render = render_with(templates["default"], kwargs)
-        prompt = next(_prompts(recipe))
+        prompt = next(_read_prompts(recipe))
         yield from rendering_notes(render, prompt, templates["default"], kwargs)
         if opens_thought(render(prompt)):
             yield from expecting_thought(recipe.rewards.funcs)

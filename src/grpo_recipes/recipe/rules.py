@@ -136,7 +136,7 @@ def unsupported_keys() -> set[str]:
     return set(matching_keys(" ".join(_UNSUPPORTED)))
 
 
-def _unsupported(key: str) -> tuple[str, str]:
+def _explain_unsupported(key: str) -> tuple[str, str]:
     """Return why an unsupported key is rejected, and the fix; the key must be one of ``unsupported_keys``."""
     return next(entry for names, entry in _UNSUPPORTED.items() if key in matching_keys(names))
 
@@ -174,7 +174,7 @@ def chosen_sources(recipe: Recipe) -> list[str]:
     return [next(key for key in source.keys if recipe.is_set(key)) for source in sources]
 
 
-def _rewards(recipe: Recipe, condition: Callable[[Reward], Any]) -> list[str]:
+def _list_rewards(recipe: Recipe, condition: Callable[[Reward], Any]) -> list[str]:
     """Return the names of a recipe's registered rewards that meet ``condition``."""
     known = rewards()
     return [name for name in recipe.rewards.funcs if name in known and condition(known[name])]
@@ -186,7 +186,7 @@ def _is_generated(recipe: Recipe) -> bool:
     return data is not None and not data.in_files
 
 
-def _tracker_callback(name: str) -> str:
+def _suggest_callback(name: str) -> str:
     """Return "; " and the fix for a tracker that transformers supports with a callback; "" for other trackers."""
     if name not in TRACKER_CALLBACKS:
         return ""
@@ -194,12 +194,12 @@ def _tracker_callback(name: str) -> str:
     return f"; for {name}, pip install {package} and add callbacks: [transformers.integrations:{callback}]"
 
 
-def _duplicates(names: list[Any]) -> list[Any]:
+def _find_duplicates(names: list[Any]) -> list[Any]:
     """Return the values that occur more than once in a list, each once."""
     return [name for name in dict.fromkeys(names) if names.count(name) > 1]
 
 
-def _longest_sequence(recipe: Recipe) -> int:
+def _compute_longest_sequence(recipe: Recipe) -> int:
     """Return the tokens of the longest prompt (1 if unlimited) and completion; 0 if completions have no limit."""
     completion = longest_completion(recipe)
     return 0 if completion is None else (recipe.data.max_prompt_length or 1) + completion
@@ -211,13 +211,13 @@ def longest_completion(recipe: Recipe) -> int | None:
     return limit if limit is None or eval_limit is None or not evaluates(recipe) else max(limit, eval_limit)
 
 
-def _whole_groups(recipe: Recipe) -> int:
+def _round_to_groups(recipe: Recipe) -> int:
     """Return ``generation_batch_size`` reduced to whole groups, at least one group."""
     group = recipe.batch.num_generations
     return max(1, (recipe.batch.generation_batch_size or 0) // group) * group
 
 
-def _repeated_ports(recipe: Recipe) -> dict[str, str]:
+def _find_repeated_ports(recipe: Recipe) -> dict[str, str]:
     """Return each key that repeats the port of an earlier key -> the earlier key."""
     first: dict[int, str] = {}
     ports = (key for key in (*_PORTS, *merged("ports")) if set_by_user(recipe, key, any_value=False))
@@ -233,7 +233,7 @@ def _is_multiple(steps: float, unit: float) -> bool:
     return (steps < 1) == (unit < 1) and (steps * scale) % (unit * scale) == 0
 
 
-def _next_multiple(steps: float, unit: float) -> float:
+def _round_up(steps: float, unit: float) -> float:
     """Return the least multiple of ``unit`` that is not below ``steps``, or ``unit`` if only one is a fraction."""
     return unit * math.ceil(steps / unit) if (steps < 1) == (unit < 1) else unit
 
@@ -253,17 +253,17 @@ RULES = (
         f"begin with a letter or digit, without '/' or line ends, at most {_LONGEST_NAME} bytes"),
     Rule("report_to", lambda r: [name for name in reports_to(r) if name not in REPORTERS],
         "report_to: '{item}' is not supported",
-        lambda _, name: f"set report_to to one of {', '.join(REPORTERS)}{_tracker_callback(name)}"),
+        lambda _, name: f"set report_to to one of {', '.join(REPORTERS)}{_suggest_callback(name)}"),
     Rule("{item}", lambda r: [key for key in PACKAGE_KEYS if missing_package(key, r[key])],
         lambda r, key: f"{key} {r[key]} needs the package {missing_package(key, r[key])}, which is not installed",
         lambda r, key: f"{removal(r, key)}, or pip install {shell_quote(str(missing_package(key, r[key])))} into this "
         "environment"),
-    Rule("{item}", lambda r: list(_repeated_ports(r)),
-        lambda r, key: f"{key} and {_repeated_ports(r)[key]} are both {r[key]}",
+    Rule("{item}", lambda r: list(_find_repeated_ports(r)),
+        lambda r, key: f"{key} and {_find_repeated_ports(r)[key]} are both {r[key]}",
         "use a different port for each, or remove them"),
     # Rewards.
     Rule("reward_funcs", lambda r: not r.rewards.funcs, "no reward is set", "add reward_funcs"),
-    Rule("reward_funcs", lambda r: _duplicates(r.rewards.funcs),
+    Rule("reward_funcs", lambda r: _find_duplicates(r.rewards.funcs),
         "reward '{item}' is listed more than once", "list it once, with a weight in reward_weights"),
     Rule("reward_weights",
         lambda r: r.rewards.weights is not None and len(r.rewards.weights) != len(r.rewards.funcs),
@@ -286,10 +286,10 @@ RULES = (
     # Generated data.
     Rule("reward_funcs",
         lambda r: not is_misspelled(r.data.name)
-        and _rewards(r, lambda reward: reward.judges and reward.name != own_reward(r.data.name)),
+        and _list_rewards(r, lambda reward: reward.judges and reward.name != own_reward(r.data.name)),
         lambda _, name: f"reward '{name}' works only with {' and '.join(rewards()[name].judges)}",
         lambda _, name: f"set dataset_name: {rewards()[name].judges[0]}, or remove {name}"),
-    Rule("reward_funcs", lambda r: own_reward(r.data.name) and _rewards(r, lambda reward: reward.one_answer),
+    Rule("reward_funcs", lambda r: own_reward(r.data.name) and _list_rewards(r, lambda reward: reward.one_answer),
         "reward '{item}' compares with one answer, but problems of {dataset_name} have several",
         lambda r, _: f"set reward_funcs: [{own_reward(r.data.name)}]"),
     Rule("eval_dataset_name",
@@ -316,10 +316,10 @@ RULES = (
         "the environment's reward is missing in reward_funcs", f"set reward_funcs: [{SOURCE_REWARD}]"),
     # Sampling.
     Rule("vllm_max_model_length", lambda r: r.server.use_vllm and r.server.max_model_length is not None
-        and _longest_sequence(r) > r.server.max_model_length,
+        and _compute_longest_sequence(r) > r.server.max_model_length,
         lambda r, _: f"prompt {r.data.max_prompt_length or 1} + completion {longest_completion(r)} tokens exceed "
         f"vllm_max_model_length {r.server.max_model_length}",
-        lambda r, _: f"set vllm_max_model_length: {_longest_sequence(r)}, or lower max_prompt_length"),
+        lambda r, _: f"set vllm_max_model_length: {_compute_longest_sequence(r)}, or lower max_prompt_length"),
     Rule("{item}", lambda r: [key for key, neutral in NEUTRAL_SAMPLING.items() if key not in r.broken
         and (r[key] or 0) != neutral and r.server.use_vllm and r.sampling.importance_sampling_correction],
         lambda r, key: f"{key} {r[key]} biases the importance-sampling correction (the trainer scores the full "
@@ -373,7 +373,7 @@ RULES = (
         lambda r: r.batch.steps_per_generation is None
         and (r.batch.generation_batch_size or 0) % r.batch.num_generations,
         "generation_batch_size {generation_batch_size} must be a multiple of num_generations {num_generations}",
-        lambda r, _: f"set generation_batch_size: {_whole_groups(r)}"),
+        lambda r, _: f"set generation_batch_size: {_round_to_groups(r)}"),
     Rule("padding_free", lambda r: r.batch.padding_free and not r.batch.trim_padding,
         "padding_free and trim_padding: false can't be combined",
         "remove trim_padding, or remove padding_free"),
@@ -397,7 +397,8 @@ RULES = (
     Rule("epsilon_high", lambda r: r.loss.epsilon_high is not None and r.loss.epsilon_high < r.loss.epsilon,
         "epsilon_high {epsilon_high} is below epsilon {epsilon}", "set epsilon_high to {epsilon} or more, e.g. 0.28"),
     Rule("{item}", lambda r: set_by_user(r, " ".join(_UNSUPPORTED), any_value=False),
-        lambda _, key: f"{key} is not supported: {_unsupported(key)[0]}", lambda _, key: _unsupported(key)[1]),
+        lambda _, key: f"{key} is not supported: {_explain_unsupported(key)[0]}",
+        lambda _, key: _explain_unsupported(key)[1]),
     # Precision and learning rate.
     Rule("learning_rate", lambda r: r.optimizer.learning_rate == 0,
         "learning_rate is 0, so no weight changes", "set learning_rate to more than 0, e.g. 1e-6"),
@@ -437,7 +438,7 @@ RULES = (
         and r.evaluation.strategy == r.run.save_strategy == "steps"
         and r.evaluation.steps and not _is_multiple(r.run.save_steps, r.evaluation.steps),
         "load_best_model_at_end needs save_steps to be a multiple of eval_steps {eval_steps:g}, got {save_steps:g}",
-        lambda r, _: f"set save_steps: {_next_multiple(r.run.save_steps, r.evaluation.steps or 1):g}"),
+        lambda r, _: f"set save_steps: {_round_up(r.run.save_steps, r.evaluation.steps or 1):g}"),
     Rule("dataset_mixture", lambda r: evaluates(r) and not r.evaluation.dataset_name and r.data.mixture
         and not r.data.mixture.get("test_split_size"),
         "the mixture has no evaluation data", "add test_split_size to it, or set eval_dataset_name"),
@@ -453,7 +454,8 @@ RULES = (
         and (r.evaluation.num_generations_eval or r.batch.num_generations) > 1,
         "eval_temperature 0 makes all completions of a prompt equal",
         "set num_generations_eval: 1, or eval_temperature above 0"),
-    Rule("benchmarks", lambda r: _duplicates(r.evaluation.benchmarks), "'{item}' is listed twice", "keep one of them"),
+    Rule("benchmarks", lambda r: _find_duplicates(r.evaluation.benchmarks), "'{item}' is listed twice",
+        "keep one of them"),
     Rule("benchmark_samples", lambda r: r.evaluation.benchmark_temperature == 0 and r.evaluation.benchmark_samples > 1,
         "benchmark_temperature 0 makes all benchmark_samples {benchmark_samples} of a problem equal",
         "set benchmark_samples: 1, or benchmark_temperature above 0, e.g. 0.6"),

@@ -75,18 +75,18 @@ def chat_of(value: Any, source: DataSource, system: str | None, completed: bool 
     else, and a chat that ends with the assistant's turn.
     """
     if not isinstance(value, list):
-        text = _text(value, source, for_solution=False)
+        text = _to_text(value, source, for_solution=False)
         if text.lstrip().startswith("[{") and _is_chat_as_text(text):
             fault = f"column '{source.prompt}' of '{source.id}' holds a chat written as text"
             raise config_error(source.keys[0], fault, "save the column as a list of messages, in .jsonl or .parquet")
         value = [{"role": "user", "content": text}]
-    messages = [_message(value, index, source) for index in range(len(value))]
+    messages = [_read_message(value, index, source) for index in range(len(value))]
     if messages and messages[-1]["role"] == "assistant":
         users = [index for index, message in enumerate(messages) if message["role"] == "user"]
         fix = "remove the last message: a prompt ends with the user's"
         if len(messages) == 2 and users == [0]:
             fix = source.naming(f"{source.prompt}.0.content")
-        raise config_error(source.keys[0], f"{_chat(source)} ends with an assistant's turn", fix)
+        raise config_error(source.keys[0], f"{_name_chat(source)} ends with an assistant's turn", fix)
     if not messages or not (completed or messages[-1]["content"].strip()):
         return []
     has_system = messages[0]["role"] in ("system", "developer")
@@ -105,7 +105,7 @@ def _is_chat_as_text(text: str) -> bool:
     )
 
 
-def _message(messages: list[Any], index: int, source: DataSource) -> Message:
+def _read_message(messages: list[Any], index: int, source: DataSource) -> Message:
     """Return the message at ``index`` with its role and content, "" without content.
 
     Raise ConfigError if they are not two texts, or the message has other parts. The fix depends on what it is instead.
@@ -115,7 +115,7 @@ def _message(messages: list[Any], index: int, source: DataSource) -> Message:
     filled = {"content": "", **parts}
     if parts and filled.keys() == {"role", "content"} and all(isinstance(part, str) for part in filled.values()):
         return {"role": str(filled["role"]), "content": str(filled["content"])}
-    fault = f"{_chat(source)} holds {_short(message)}, expected {{role, content}} with two texts"
+    fault = f"{_name_chat(source)} holds {_shorten(message)}, expected {{role, content}} with two texts"
     fix = "save messages {role, content} with two texts and nothing else"
     if {"from", "value"} <= parts.keys():
         people = [turn for turn in messages if isinstance(turn, dict) and turn.get("from") in ("human", "user")]
@@ -123,13 +123,13 @@ def _message(messages: list[Any], index: int, source: DataSource) -> Message:
         if people:
             fix = source.naming(f"{column}.{messages.index(people[0])}.value")
     elif isinstance(message, int) and not isinstance(message, bool):
-        fault = f"column '{column}' of '{source.id}' holds token ids ({_short(messages)}), expected text or messages"
+        fault = f"column '{column}' of '{source.id}' holds token ids ({_shorten(messages)}), expected text or messages"
         fix = f"{source.naming('COLUMN')} with a column of texts, or save the text of the prompts"
     elif isinstance(message, str):
         fault = f"column '{column}' of '{source.id}' holds a list of texts, expected a text or messages"
         fix = source.naming(f"{column}.0") if len(messages) == 1 else "save each prompt as one text"
     elif isinstance(filled.get("content"), list):
-        fault = f"{_chat(source)} holds content in parts ({_short(filled['content'])}), expected a text"
+        fault = f"{_name_chat(source)} holds content in parts ({_shorten(filled['content'])}), expected a text"
         fix = "save each content as one text"
         part = filled["content"][0] if len(messages) == len(filled["content"]) == 1 else None
         if isinstance(part, dict) and isinstance(part.get("text"), str):
@@ -140,7 +140,7 @@ def _message(messages: list[Any], index: int, source: DataSource) -> Message:
     raise config_error(source.keys[0], fault, fix)
 
 
-def _chat(source: DataSource) -> str:
+def _name_chat(source: DataSource) -> str:
     """Return the subject of a message about a chat in the prompt column."""
     return f"a chat in column '{source.prompt}' of '{source.id}'"
 
@@ -151,12 +151,12 @@ def answer_of(value: Any, marker: str | None, source: DataSource) -> tuple[str, 
     Only the stripped text after the marker's last occurrence is returned, or all of it if the marker is missing.
     None and NaN are an empty solution. Raise ConfigError for a list or a mapping.
     """
-    text = _text(value, source, for_solution=True)
+    text = _to_text(value, source, for_solution=True)
     _, separator, answer = text.rpartition(marker) if marker else ("", "no marker", text)
     return answer.strip(), bool(answer.strip()) and not separator
 
 
-def _text(value: Any, source: DataSource, for_solution: bool) -> str:
+def _to_text(value: Any, source: DataSource, for_solution: bool) -> str:
     """Return a scalar as text, as JSON writes it, or "" for None and NaN; raise ConfigError for lists and mappings.
 
     A whole number that JSON made a float has no ".0". The error proposes paths to scalars inside the value.
@@ -170,7 +170,7 @@ def _text(value: Any, source: DataSource, for_solution: bool) -> str:
     if isinstance(value, Decimal):
         return str(value)
     column = source.solution if for_solution else source.prompt
-    fault = f"column '{column}' of '{source.id}' holds {_short(value)}, expected a text"
+    fault = f"column '{column}' of '{source.id}' holds {_shorten(value)}, expected a text"
     paths = nested_paths(column, value)
     if isinstance(value, list) and len(value) != 1:  # one of several would be compared with, or asked
         paths = []
@@ -180,7 +180,7 @@ def _text(value: Any, source: DataSource, for_solution: bool) -> str:
 
 def nested_paths(column: str, value: Any) -> list[str]:
     """Return paths to the texts and numbers inside a value of ``column``, the likely prompts and answers first."""
-    paths = [path for path, leaf in _leaves(column, value, _DEPTH) if _is_filled(leaf)]
+    paths = [path for path, leaf in _iterate_leaves(column, value, _DEPTH) if _is_filled(leaf)]
 
     def order(path: str) -> tuple[int, int]:
         """Return a sort key: the rank of the path's last part in ``_LIKELY``, then its place in the value."""
@@ -190,7 +190,7 @@ def nested_paths(column: str, value: Any) -> list[str]:
     return sorted(paths, key=order)
 
 
-def _leaves(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+def _iterate_leaves(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
     """Yield path and value of each leaf inside ``value``, at most ``depth`` levels deep and 8 items of each list."""
     inside: list[tuple[str, Any]] = []
     if isinstance(value, Mapping):
@@ -200,7 +200,7 @@ def _leaves(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
     else:
         yield path, value
     for name, part in inside if depth else ():
-        yield from _leaves(f"{path}.{name}", part, depth - 1)
+        yield from _iterate_leaves(f"{path}.{name}", part, depth - 1)
 
 
 def _is_filled(value: Any) -> bool:
@@ -228,7 +228,7 @@ def usable_columns(rows: Sequence[Mapping[str, Any]], source: DataSource, for_so
     return [name for name in columns if fits(name)] or [path for path in nested if fits(path)][:_OFFERED]
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """Return the first 80 characters of a value as Python writes it."""
     text = repr(value)
     return text if len(text) <= 80 else text[:80] + " ..."

@@ -55,7 +55,7 @@ def spec_problem(spec: str, where: str, installed_here: bool = True) -> Problem 
     path = source_path(spec)
     if path is None:
         is_elsewhere = not installed_here and not module.endswith(".py")
-        return None if is_elsewhere else _not_found(module, where)
+        return None if is_elsewhere else _make_missing_problem(module, where)
     try:
         source = path.read_bytes()
         tree = ast.parse(source)
@@ -66,7 +66,7 @@ def spec_problem(spec: str, where: str, installed_here: bool = True) -> Problem 
         reason = error.args[0] if isinstance(error, SyntaxError | ValueError) else "too deeply nested"
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         return Problem(where, f"'{display_path(path)}{line}' is not valid Python ({reason})", "correct it there")
-    if missing := _missing_import(tree, path) if installed_here else None:
+    if missing := _find_missing_import(tree, path) if installed_here else None:
         package, number = missing
         fix = f"install {package} into this environment, or remove the import"
         return Problem(where, f"'{display_path(path)}:{number}' imports '{package}', which is not installed", fix)
@@ -80,7 +80,7 @@ def spec_problem(spec: str, where: str, installed_here: bool = True) -> Problem 
     return Problem(where, f"'{display_path(path)}' has no '{name}'", fix)
 
 
-def _missing_import(tree: ast.Module, path: Path) -> tuple[str, int] | None:
+def _find_missing_import(tree: ast.Module, path: Path) -> tuple[str, int] | None:
     """Return the first missing package that a file imports at its top level, with the line; None if there is none.
 
     Relative imports, and imports inside functions or blocks, are not checked.
@@ -128,7 +128,7 @@ def _find_definition(spec: str, path: Path | None = None) -> ast.stmt | None:
     with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         status = path.stat()
         tree = _parse_file(path.absolute(), status.st_mtime_ns, status.st_size)
-        (node,) = (node for node in tree.body if name in _defined_names(node))
+        (node,) = (node for node in tree.body if name in _list_defined_names(node))
         return node
     return None
 
@@ -139,7 +139,7 @@ def _parse_file(path: Path, changed_ns: int, size: int) -> ast.Module:
     return ast.parse(path.read_bytes())
 
 
-def _defined_names(node: ast.AST) -> set[str]:
+def _list_defined_names(node: ast.AST) -> set[str]:
     """Return the names that a statement defines: a function or class, or variables that it assigns."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}
@@ -268,7 +268,7 @@ def source_file(spec: str) -> Path:
     """Return the file of the module or path in ``spec``; raise ConfigError if there is none."""
     path = source_path(spec)
     if path is None:
-        raise ConfigError(_not_found(split_spec(spec)[0], spec))
+        raise ConfigError(_make_missing_problem(split_spec(spec)[0], spec))
     return path
 
 
@@ -376,7 +376,7 @@ def _allow_imports_from(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
-def _not_found(module: str, where: str) -> Problem:
+def _make_missing_problem(module: str, where: str) -> Problem:
     """Return the problem at ``where`` that the user's file (``module`` ends with ``.py``) or module is missing."""
     if module.endswith(".py"):
         return Problem(where, f"no file '{module}'", "name an existing file, relative to the folder of the launch")

@@ -63,7 +63,7 @@ def sync_problem(
         working = f"{key}: server and {working}"
     if refusal := SYNC_TABLE[method].refusal(setups):
         message = "{} does not work with {}: {}".format(name, *refusal)
-        return recipe.problem(key, message, _fix(recipe, method, setups, working))
+        return recipe.problem(key, message, _suggest_fix(recipe, method, setups, working))
     if device is not None and not SYNC_TABLE[method].runs_on(device):
         return recipe.problem(key, f"{name} needs GPUs, this is a CPU environment", f"write {working}")
     if (method, device, served_dtype(recipe.model.dtype, mixed_precision(recipe))) == ("lora", "cuda", "float32"):
@@ -72,7 +72,7 @@ def sync_problem(
     return None
 
 
-def _fix(recipe: Recipe, method: str, setups: Collection[str], working: str) -> str:
+def _suggest_fix(recipe: Recipe, method: str, setups: Collection[str], working: str) -> str:
     """Return the fix for a ``method`` that does not work in these setups: a change of the setup, or a working method.
 
     ``working`` is the setting that selects a working method without another change. Changes are another accelerator,

@@ -239,7 +239,7 @@ def _disable_network() -> None:
     ctypes.CDLL(None).unshare(_CLONE_NEWNET | own_user)  # some containers do not allow it, and then only the hook works
 
     def reject_connections(event: str, arguments: tuple[Any, ...]) -> None:
-        """Raise PermissionError if an audit event is a connection, except to a unix socket."""
+        """Raise PermissionError for events that connect, except to a unix socket, send a datagram or look up a host."""
         is_local = event == "socket.connect" and arguments[0].family == socket.AF_UNIX
         if event in ("socket.connect", "socket.sendto", "socket.getaddrinfo") and not is_local:
             raise PermissionError("this process has no network; set environment_network: true if it needs one")

@@ -95,7 +95,7 @@ class ProbeResult:
 
 
 def read_first_rows(recipe: Recipe, most: int, fetched: Any) -> tuple[list[dict[str, Any]], "Counts"]:
-    """Read the first ``most`` training rows of a recipe's dataset, without shuffling.
+    """Read the first ``most`` training problems of a recipe, without shuffling: rows with ``prompt`` and ``answer``.
 
     Return them, and the counts of rows that were read and dropped. ``fetched`` is a function that finds downloaded
     datasets. ``dataset_filter`` is not applied. Only a mixture is shuffled, as in training.

@@ -295,10 +295,11 @@ class Scoring:
             )
 
     def mark_unscored(self, rewards_BR: torch.Tensor, prompts: list[Any], completions: list[Any]) -> None:
-        """Set all rewards of unscored completions of all ranks to NaN, log counts, and write ``slow_rewards.jsonl``.
+        """Set all rewards of all ranks' unscored completions to NaN, log their fractions, and write a file of rewards.
 
-        Do nothing if all rewards are plain built-in functions. In training, raise TooManyWithoutVerdict if they are
-        more than the accepted fraction.
+        A completion is unscored if any reward failed to score it. ``slow_rewards.jsonl`` gets the slowest rows and the
+        failures. Do nothing if all rewards are plain built-in functions. In training, raise TooManyWithoutVerdict if
+        unscored completions exceed the accepted fraction.
         """
         rewards, trainer = self._list_reward_wrappers(), self._trainer
         if not rewards:

@@ -68,10 +68,12 @@ class FileConverter:
 
     def settings(self, file: Mapping[str, Value], around: Surroundings) -> list[Setting]:
         """Return the settings of a file after their translation, in the order of the file."""
-        flat = [item for name, raw in file.items() if name in self.sections for item in self._flat(name, raw, (name,))]
+        flat = [
+            item for name, raw in file.items() if name in self.sections for item in self._flatten(name, raw, (name,))
+        ]
         settings = Settings({name: raw.value for name, raw in flat}, around.device, around.key)
         return [
-            self.table.translate(name, raw, settings) if name in self.table.by_name else self._unknown(name, raw)
+            self.table.translate(name, raw, settings) if name in self.table.by_name else self._reject_unknown(name, raw)
             for name, raw in flat
         ]
 
@@ -105,7 +107,7 @@ class FileConverter:
                     keys[key], set_by[key] = replace(setting.raw, value=value), setting.name
         return implied | keys
 
-    def _flat(self, name: str, raw: Value, place: tuple[str, ...]) -> Iterator[tuple[str, Value]]:
+    def _flatten(self, name: str, raw: Value, place: tuple[str, ...]) -> Iterator[tuple[str, Value]]:
         """Yield the settings at or below ``name``: each one's full name, with dots, and its value with its line.
 
         ``place`` has the keys that lead to ``raw`` in the file. A mapping with a name in the table is not divided.
@@ -117,11 +119,11 @@ class FileConverter:
             for part, value in raw.value.items():
                 inside = (*place, str(part))
                 source = raw.lines.get(inside, raw.source)
-                yield from self._flat(f"{name}.{part}", replace(raw, value=value, source=source), inside)
+                yield from self._flatten(f"{name}.{part}", replace(raw, value=value, source=source), inside)
         elif raw.value is not None or len(place) > 1:
             yield name, raw
 
-    def _unknown(self, name: str, raw: Value) -> Setting:
+    def _reject_unknown(self, name: str, raw: Value) -> Setting:
         """Reject a setting that the table does not have, with the recipe key or the nearest name as the fix."""
         section, _, last = name.rpartition(".")
         inside = [row.rpartition(".")[2] for row in self.table.by_name if row.rpartition(".")[0] == section]

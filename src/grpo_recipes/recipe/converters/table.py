@@ -240,14 +240,14 @@ class Table:
         if keys is None and raw.value is None:
             setting.reject(f"'{name}' is empty", "give it a value, or remove it")
         elif keys is None and (row.values or row.rejected):
-            setting.reject(_no_equal(setting))
+            setting.reject(_describe_no_equivalent(setting))
         else:
             setting.write(keys or {})
             setting.accept(row.why)
         return setting
 
 
-def _no_equal(setting: Setting) -> str:
+def _describe_no_equivalent(setting: Setting) -> str:
     """Return the message that a setting, or only its value, has no equivalent in a recipe."""
     if setting.raw.source != setting.name:
         return f"'{setting.name}{short(setting.value)}' has no equivalent here"
@@ -267,7 +267,7 @@ def matches(value: Any, pattern: str) -> bool:
 @functools.cache
 def read_table(path: Path, section: str, module: str = "") -> Table:
     """Read and return one list of a table file; ``module`` has the functions that its rows name with ``convert``."""
-    return Table(tuple(map(_row, read_file(path)[section])), module)
+    return Table(tuple(map(_read_row, read_file(path)[section])), module)
 
 
 @functools.cache
@@ -276,7 +276,7 @@ def read_file(path: Path) -> Any:
     return yaml.load(path.read_text(encoding="utf-8"), FAST_LOADER)
 
 
-def _row(entry: dict[str, Any]) -> Row:
+def _read_row(entry: dict[str, Any]) -> Row:
     """Return the row of a table's entry, with its short forms expanded.
 
     ``key: lr`` means ``sets: {lr: "{value}"}``. Together with it, ``values: {low: 0.1}`` means
