@@ -39,12 +39,6 @@ def find_python(recipe: Callable[[str], Any]) -> Path | None:
     return path / "bin/python" if path.is_dir() else path
 
 
-def list_packages(python: Path) -> list[str]:
-    """Return the installed packages of a virtual environment as NAME-VERSION, e.g. "verifiers-0.4.0", sorted."""
-    folders = python.parents[1].glob("lib/python*/site-packages/*.dist-info")
-    return sorted(folder.name.removesuffix(".dist-info") for folder in folders)
-
-
 def find_library(python: Path, spec: str) -> str:
     """Return NAME-VERSION of the library of an environment, e.g. "verifiers-0.4.0" for verifiers:NAME.
 
@@ -52,7 +46,9 @@ def find_library(python: Path, spec: str) -> str:
     """
     module = LIBRARIES.get(spec.partition(":")[0])
     names = (f"{module}-", f"{module}_core-")  # the package of openenv is openenv-core
-    return next((package for package in list_packages(python) if package.startswith(names)), "")
+    folders = python.parents[1].glob("lib/python*/site-packages/*.dist-info")
+    packages = sorted(folder.name.removesuffix(".dist-info") for folder in folders)
+    return next((package for package in packages if package.startswith(names)), "")
 
 
 def find_missing_library(python: Path, spec: str) -> list[Problem]:
