@@ -156,8 +156,8 @@ def scores_at_k(
         passed = [pass_at_k(samples, number, k) for samples, number in counts if samples >= k]
         scores[f"pass@{k}"] = mean_with_interval(passed) if passed else (math.nan, None)
         long_enough = [row for row in scored if len(row) >= k]
-        scores[f"mean@{k}"] = _mean_of_rewards([math.fsum(row[:k]) / k for row in long_enough])
-        scores[f"best@{k}"] = _mean_of_rewards([best_at_k(row, k) for row in long_enough])
+        scores[f"mean@{k}"] = _average_rewards([math.fsum(row[:k]) / k for row in long_enough])
+        scores[f"best@{k}"] = _average_rewards([best_at_k(row, k) for row in long_enough])
         if has_answers:
             pairs = [row for row in judged if len(row) >= k]
             majorities = [
@@ -167,7 +167,7 @@ def scores_at_k(
     return scores
 
 
-def _mean_of_rewards(estimates: Sequence[float]) -> tuple[float, Interval | None]:
+def _average_rewards(estimates: Sequence[float]) -> tuple[float, Interval | None]:
     """Return the mean over problems with its Student's t interval, which is not cut since rewards have no limits.
 
     The mean is NaN without problems. The interval is None for fewer than two.

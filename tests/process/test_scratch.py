@@ -310,7 +310,7 @@ def test_a_marker_of_another_boot_counts_on_a_disk_of_this_machine_alone(node, d
     stale = dead()
     facts = json.loads((stale.disk / ".grpo-scratch").read_text())
     assert facts["boot"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    monkeypatch.setattr(scratch, "_boot_id", lambda: "another node, or this one started again")
+    monkeypatch.setattr(scratch, "_read_boot_id", lambda: "another node, or this one started again")
     monkeypatch.setattr(os, "major", lambda _: device)
     assert bool(remove_dead_scratch(node)) is removed
     assert stale.token_file.exists() is not removed

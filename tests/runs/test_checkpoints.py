@@ -507,13 +507,13 @@ def test_a_resume_without_an_intact_checkpoint_is_refused_and_leaves_the_summary
 def test_few_bytes_are_read_back_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without memory, Python waits forever for a thread that cannot start, so the save would never return."""
     started: list[object] = []
-    new_thread_pool = checkpoints._new_thread_pool
+    new_thread_pool = checkpoints._make_thread_pool
 
     def threads() -> ThreadPoolExecutor:
         started.append(None)
         return new_thread_pool()
 
-    monkeypatch.setattr(checkpoints, "_new_thread_pool", threads)
+    monkeypatch.setattr(checkpoints, "_make_thread_pool", threads)
     for step, few in ((1, 64), (2, 3)):
         monkeypatch.setattr(checkpoints, "_FEW_BYTES", few)
         staged = tmp_path / "staged" / f"checkpoint-{step}"

@@ -47,10 +47,10 @@ def fetch(options: argparse.Namespace) -> int:
         recorded = run.identity.get("sources")
     assets = list_hub_assets(recipe, recorded)
     try:
-        rows = [_local_row(asset) for asset in list_local_assets(recipe, os.environ)]
+        rows = [_fetch_local(asset) for asset in list_local_assets(recipe, os.environ)]
         online = bool(assets) and hub_answers(os.environ)
         rows += collect_results(
-            assets, lambda asset: _hub_row(asset, find_record(asset, os.environ), online, options.update)
+            assets, lambda asset: _fetch_from_hub(asset, find_record(asset, os.environ), online, options.update)
         )
     except KeyboardInterrupt:
         print(INTERRUPTED, file=sys.stderr)
@@ -60,7 +60,7 @@ def fetch(options: argparse.Namespace) -> int:
     return 0
 
 
-def _local_row(asset: Asset) -> tuple[str, ...]:
+def _fetch_local(asset: Asset) -> tuple[str, ...]:
     """Return the table row of a local asset; first make the smoke model and data if they are missing.
 
     Raise ConfigError if they can't be made.
@@ -74,7 +74,7 @@ def _local_row(asset: Asset) -> tuple[str, ...]:
     return (asset.kind, asset.id, "", "", display_path(asset.path), "local")
 
 
-def _hub_row(asset: Asset, record: Asset | None, online: bool, update: bool) -> tuple[str, ...]:
+def _fetch_from_hub(asset: Asset, record: Asset | None, online: bool, update: bool) -> tuple[str, ...]:
     """Return the table row of an asset of the hub; first download the asset if it is missing.
 
     ``record`` is the earlier download, or None. With ``update``, an asset with a newer commit is downloaded again.

@@ -73,11 +73,11 @@ def find_run(name: str) -> Run:
     runs = rundir.list_runs(run_root(os.environ))  # the newest first
     if newest := next((run for run in runs if run.folder.name.startswith(f"{name}-")), None):
         fix = f"write {newest.folder.name}, the newest run with this run_name"
-    folder = str(_folder_of_job(name)) if _is_job_id(name) else name
+    folder = str(_find_folder_of_job(name)) if _is_job_id(name) else name
     return rundir.find_run(run_root(os.environ), folder, name, fix)
 
 
-def _folder_of_job(job_id: str) -> Path:
+def _find_folder_of_job(job_id: str) -> Path:
     """Find the run directory of a job: the path in a pointer file in run_root, or the folder of its batch script.
 
     Raise ConfigError if no run of the job is found, or if the job is an array of several runs.

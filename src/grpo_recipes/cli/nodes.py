@@ -49,7 +49,7 @@ def read_nodes(options: argparse.Namespace, job: SlurmJob | None) -> NodeFlags:
     variable. Raise ConfigError with all problems of the numbers, or else with all other problems.
     """
     count, rank = 1 if options.nodes is None else options.nodes, options.node_rank
-    problems = _number_problems(options, count)
+    problems = _find_number_problems(options, count)
     if problems:
         raise ConfigError(*problems)
     several_in_job = job is not None and job.nodes > 1
@@ -59,9 +59,9 @@ def read_nodes(options: argparse.Namespace, job: SlurmJob | None) -> NodeFlags:
         problems.append(Problem("--nodes", problem, fix))
     interface = None
     if count == 1 and not several_in_job:
-        problems += _single_node_problems(options)
+        problems += _find_single_node_problems(options)
     elif count > 1:
-        interface = _interface_of_node_0(options.master_addr, is_node_0=not rank)
+        interface = _find_interface_of_node_0(options.master_addr, is_node_0=not rank)
         if isinstance(interface, Problem):
             problems.append(interface)
     if job is not None and not problems and rank:
@@ -104,7 +104,7 @@ def reject_other_launchers(command: str, environment: Mapping[str, str]) -> None
     raise config_error(launcher, problem, fix)
 
 
-def _number_problems(options: argparse.Namespace, count: int) -> list[Problem]:
+def _find_number_problems(options: argparse.Namespace, count: int) -> list[Problem]:
     """Return problems of the numbers in the flags for nodes: count, rank, port and timeout."""
     problems = []
     if not 1 <= count <= MOST_NODES:
@@ -124,7 +124,7 @@ def _number_problems(options: argparse.Namespace, count: int) -> list[Problem]:
     return problems
 
 
-def _single_node_problems(options: argparse.Namespace) -> list[Problem]:
+def _find_single_node_problems(options: argparse.Namespace) -> list[Problem]:
     """Return problems of flags that have no effect on one node: an address that is not local, and a timeout."""
     problems = []
     if options.master_addr not in (None, "localhost", "127.0.0.1"):
@@ -135,7 +135,7 @@ def _single_node_problems(options: argparse.Namespace) -> list[Problem]:
     return problems
 
 
-def _interface_of_node_0(address: str | None, is_node_0: bool) -> str | Problem | None:
+def _find_interface_of_node_0(address: str | None, is_node_0: bool) -> str | Problem | None:
     """Return the name of this node's network interface with the address of node 0, or the problem with the address.
 
     The address is resolved by DNS. On other nodes (``is_node_0`` false), only check the address, and return None

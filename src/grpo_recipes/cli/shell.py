@@ -76,19 +76,19 @@ def completion(options: argparse.Namespace) -> int:
             setup=_SETUP[options.shell],
             keys=" ".join(key for key in [*catalogue(), UNSET] if key not in unsupported_keys()),
             commands=" ".join(loaded),
-            options=_cases({name: f"words='{' '.join(item.flags())} --help'" for name, item in loaded.items()}),
+            options=_format_cases({name: f"words='{' '.join(item.flags())} --help'" for name, item in loaded.items()}),
             with_keys="|".join(recipes),
-            values=_cases({name: f"words='{' '.join(words)}'" for name, words in choices.items()}),
+            values=_format_cases({name: f"words='{' '.join(words)}'" for name, words in choices.items()}),
             run_root=run_root({}),
             profiles=" ".join(sorted(path.stem for path in (find_code_root() / PROFILES).glob("*.yaml"))),
             switches="|".join(sorted(switches)),
-            bare=_cases(bare),
+            bare=_format_cases(bare),
         ),
         end="",
     )
     return 0
 
 
-def _cases(words: dict[str, str]) -> str:
+def _format_cases(words: dict[str, str]) -> str:
     """Return a branch of a shell's ``case`` for each pattern: ``PATTERN) COMMAND ;;``. An empty pattern has none."""
     return "\n".join(f"        {name}) {text} ;;" for name, text in words.items() if name)

@@ -319,7 +319,7 @@ def finish_attempt(
 
 
 def _print_ending(attempt: Attempt, outcome: Outcome) -> None:
-    """Print four lines: status and cause, rewards, model, and the command that comes next.
+    """Print at most four lines: status and cause, rewards or loss, model, and the next command.
 
     For a completed run, first call ``on_model`` of the hooks, which may publish the model.
     """

@@ -264,7 +264,7 @@ class Monitor:
         self._printed_step = -1  # step of the last printed completion
         self._printed_samples = 0
         self._stop_was_sent = False  # whether the other nodes know about the request to stop
-        stop.set_save_condition(lambda: any(phase.name not in ("start", "connect") for phase in self._phases()))
+        stop.set_save_condition(lambda: any(phase.name not in ("start", "connect") for phase in self._read_phases()))
         self.reset()
 
     def reset(self) -> None:
@@ -298,7 +298,7 @@ class Monitor:
         ending = None
         if now >= self._next_phases:
             self._next_phases = now + _PHASE_SECONDS
-            phases = self._phases()
+            phases = self._read_phases()
             self._show_activity(now)
             self._call_hooks(now)
             for failure in self._attempt.hooks.take_failures():
@@ -307,7 +307,7 @@ class Monitor:
                 say(note)
             if not self._stop.requested and (reason := self._walltime.find_stop_reason()):
                 self._stop.request_requeue(reason)
-            if trainers := self._trainers():
+            if trainers := self._find_trainers():
                 ending = self._find_server_stall(phases, now) or self._find_rank_stall(trainers, phases, now)
         ending = ending or self._find_renewal()
         self._stop.check()
@@ -366,24 +366,24 @@ class Monitor:
             self._hooks = threading.Thread(target=call, daemon=True)
             self._hooks.start()
 
-    def _trainers(self) -> Group | None:
+    def _find_trainers(self) -> Group | None:
         """Return the group of the trainers; None while they have not started."""
         return next((group for group in self.groups.values() if group.process.trains), None)
 
-    def _server(self) -> Group | None:
+    def _find_server(self) -> Group | None:
         """Return the group of the vLLM server; None without a server that is ready."""
         return next((group for group in self.groups.values() if group.process.ready == "serving"), None)
 
-    def _phases(self) -> list[Phase]:
+    def _read_phases(self) -> list[Phase]:
         """Return the phases that the ranks have written; [] while the trainers have not started."""
-        return read_phases(self._folder) if self._trainers() else []
+        return read_phases(self._folder) if self._find_trainers() else []
 
     def _find_server_stall(self, phases: list[Phase], now: float) -> Ending | None:
         """Request the server's activity; return an ending if the server makes no tokens for too long, else None.
 
         A stalled server also writes its stacks. Send a request only every few seconds, and none after a stop request.
         """
-        limit, server = self._attempt.recipe.server.stall_timeout, self._server()
+        limit, server = self._attempt.recipe.server.stall_timeout, self._find_server()
         if server is None or self._stop.requested or now < self._next_server:
             return None
         self._next_server = now + min(_SERVER_SECONDS, limit / 5)
@@ -403,7 +403,7 @@ class Monitor:
 
         The result is also None for servers that get new weights in another way, and after a request to stop.
         """
-        server = self._server()
+        server = self._find_server()
         if server is None or self._stop.requested:
             return None
         newest = find_newest_model(server.process, self._attempt.environment)
@@ -417,7 +417,7 @@ class Monitor:
         While there is no server, phases in which ranks wait for a server are not limited.
         """
         ranks = find_rank_pids(self._folder)
-        if self._attempt.plan.mode == "server" and self._server() is None:  # start and sync wait for it
+        if self._attempt.plan.mode == "server" and self._find_server() is None:  # start and sync wait for it
             phases = [phase for phase in phases if phase.name not in ("start", *SYNC_PHASES)]
             if not phases:
                 return None
@@ -432,7 +432,7 @@ class Monitor:
             cause += f" in the '{bridge}' bridge"
         extensions = Path(self._attempt.environment.get("TORCH_EXTENSIONS_DIR", ""))
         lock = stale_compile_lock(extensions, self._started_at) if phase.name == "start" else None
-        cause += dump_stacks(self._folder, ranks.values(), self._server(), self._attempt.workers)
+        cause += dump_stacks(self._folder, ranks.values(), self._find_server(), self._attempt.workers)
         return Ending(1, cause + (f"; {lock}" if lock else ""), phase.rank, trainers.log)
 
 

@@ -302,14 +302,14 @@ def require_same_data_order(run: Run, recipe: Recipe, plan: Plan) -> str:
         if recipe[key] != saved[key]:
             problem = f"{key} was {saved[key]}: {effect}"
             raise config_error(recipe.location(key), problem, f"restore its value, or {restart_epoch}")
-    saved_sizes, sizes = _batch_sizes(saved, run.plan["batch"]), _batch_sizes(recipe, asdict(plan.batch))
+    saved_sizes, sizes = _describe_sizes(saved, run.plan["batch"]), _describe_sizes(recipe, asdict(plan.batch))
     if saved_sizes != sizes:
         problem = f"the run had {saved_sizes}, now it has {sizes}: {effect}"
         raise config_error("--resume", problem, f"restore the keys of the batch, or {restart_epoch}")
     return ""
 
 
-def _batch_sizes(recipe: Recipe, batch: Mapping[str, int]) -> str:
+def _describe_sizes(recipe: Recipe, batch: Mapping[str, int]) -> str:
     """Return the sizes of an optimizer step and of a generation over all processes, for a message."""
     group_size = batch["num_generations"]
     step_prompts = batch["completions"] // group_size

@@ -74,7 +74,7 @@ def base_environment(environment: Mapping[str, str]) -> dict[str, str]:
         variables["PYTHONPATH"] = str(Path(environment[CODE_VARIABLE]) / "src")  # wins over the installed repository
     # Processes find the tools of the environment, for example ninja, although it is not activated.
     variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
-    return variables | _no_proxy_variables(environment)
+    return variables | _make_no_proxy_variables(environment)
 
 
 def run_environment(environment: Mapping[str, str], scratch: Scratch, run_dir: Path, mark: str) -> dict[str, str]:
@@ -145,14 +145,16 @@ def hub_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return variables
 
 
-def _no_proxy_variables(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
+def _make_no_proxy_variables(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
     """Return NO_PROXY and no_proxy with the user's hosts, the loopback and ``hosts``, which a proxy can't reach."""
     user_hosts = {name: environment.get(name, "").split(",") for name in ("NO_PROXY", "no_proxy")}
     direct = ("localhost", "127.0.0.1", "::1", *hosts)
     return {name: ",".join(dict.fromkeys([*filter(None, names), *direct])) for name, names in user_hosts.items()}
 
 
-def _network_variables(plan: Plan, resources: Resources, environment: Mapping[str, str], node: int) -> dict[str, str]:
+def _make_network_variables(
+    plan: Plan, resources: Resources, environment: Mapping[str, str], node: int
+) -> dict[str, str]:
     """Return the variables that a process on node ``node`` needs to reach the server and other nodes.
 
     The user's exported variables are kept, except VLLM_HOST_IP on several nodes. On a single node, only
@@ -166,7 +168,7 @@ def _network_variables(plan: Plan, resources: Resources, environment: Mapping[st
         variables["VLLM_HOST_IP"] = plan.nodes[node] if resources.nodes else exported
     if not resources.nodes:
         return variables
-    variables |= _no_proxy_variables(environment, plan.nodes)
+    variables |= _make_no_proxy_variables(environment, plan.nodes)
     interface = resources.nodes[node].interface
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         if interface is not None and name not in environment:
@@ -219,7 +221,7 @@ def with_processes(
     sync_variables = {"GRPO_SYNC_DIR": str(names.run_dir / SYNC_FOLDER)} if is_remote else {}
     completed = []
     for process in processes:
-        network = _network_variables(plan, resources, environment, process.node)
+        network = _make_network_variables(plan, resources, environment, process.node)
         variables = {**process.environment, **network, **sync_variables, **offline}
         log = process.log
         if log.startswith(f"{LOGS}/"):
@@ -241,7 +243,8 @@ def _plan_server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], nam
     If the weight sync method can connect to a new server and no trainer shares its GPU, only a lost server
     restarts. Otherwise the trainers restart, too.
     """
-    variables = server_environment(plan.device, plan.ports.vllm_internal, environment) | _plugin_variables(environment)
+    plugins = _make_plugin_variables(environment)
+    variables = server_environment(plan.device, plan.ports.vllm_internal, environment) | plugins
     for part in load_roles():
         variables |= part.server_variables(recipe, names)
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(plan.server_gpus)
@@ -286,7 +289,7 @@ def measure_weights(model: str) -> int:
     return 0
 
 
-def _plugin_variables(environment: Mapping[str, str]) -> dict[str, str]:
+def _make_plugin_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return VLLM_PLUGINS with our plug-in added to the user's list; {} if it is not set: vLLM then loads all."""
     plugins = environment.get("VLLM_PLUGINS")
     return {"VLLM_PLUGINS": f"{plugins},grpo_recipes"} if plugins else {}
@@ -414,7 +417,7 @@ def read_tee(environment: Mapping[str, str]) -> str | None:
     return value
 
 
-def _trainer_environment(recipe: Recipe, plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
+def _make_trainer_environment(recipe: Recipe, plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of the trainers that are equal on every node, for example those of a co-located vLLM."""
     variables = {}
     if plan.device == "cpu":
@@ -422,7 +425,7 @@ def _trainer_environment(recipe: Recipe, plan: Plan, environment: Mapping[str, s
         # `accelerate launch --cpu` would ignore --num_processes.
         variables["DS_ACCELERATOR"] = "cpu"
     if plan.mode == "colocate":
-        variables |= vllm_environment(plan.device, environment) | _plugin_variables(environment)
+        variables |= vllm_environment(plan.device, environment) | _make_plugin_variables(environment)
         if recipe.processes.torch_compile:
             variables.pop("TORCHDYNAMO_DISABLE", None)  # it would also disable compilation of the training
     elif plan.bridge != "nccl":
@@ -439,7 +442,7 @@ def _plan_trainer(recipe: Recipe, plan: Plan, environment: Mapping[str, str], na
     placed, machines = plan.placement[machine], len(plan.placement)
     variables = {"CUDA_VISIBLE_DEVICES": ",".join(placed.gpus), "GRPO_NODE": str(placed.node)}
     variables["OMP_NUM_THREADS"] = str(plan.threads)  # as accelerate sets it, but before torch is imported
-    variables |= _trainer_environment(recipe, plan, environment)
+    variables |= _make_trainer_environment(recipe, plan, environment)
     flags = {
         "--config_file": plan.accelerate_file,
         # accelerate starts num_processes // num_machines processes here. Nodes may have different numbers of them.

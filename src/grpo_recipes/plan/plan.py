@@ -113,10 +113,10 @@ def _lay_out(recipe: Recipe, resources: Resources, environment: Mapping[str, str
         mode=mode,
         bridge=bridge,
         why_bridge=why_bridge,
-        model=_smoke_path(model, "model", environment),
+        model=_resolve_smoke_path(model, "model", environment),
         teacher=recipe.loss.teacher_model_name_or_path,
-        dataset=_smoke_path(recipe.data.name or "", "train.jsonl", environment) or None,
-        eval_dataset=_smoke_path(recipe.evaluation.dataset_name or "", "test.jsonl", environment) or None,
+        dataset=_resolve_smoke_path(recipe.data.name or "", "train.jsonl", environment) or None,
+        eval_dataset=_resolve_smoke_path(recipe.evaluation.dataset_name or "", "test.jsonl", environment) or None,
         data=None,
         batch=batch,
         eval_batch=devices.derive_eval_batch(recipe, batch),
@@ -204,7 +204,7 @@ def choose_max_num_seqs(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> in
     if recipe.server.max_num_seqs is not None:
         return recipe.server.max_num_seqs
     default = DEFAULT_SEQUENCES[plan.device]
-    requested = min(_requested_completions(recipe, plan, default), _MOST_SEQUENCES)
+    requested = min(_count_requested_completions(recipe, plan, default), _MOST_SEQUENCES)
     if plan.device == "cuda" and gpu_gib is None:
         return requested
     try:
@@ -216,7 +216,7 @@ def choose_max_num_seqs(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> in
     return min(requested, max(limit, default))
 
 
-def _requested_completions(recipe: Recipe, plan: Plan, default: int) -> int:
+def _count_requested_completions(recipe: Recipe, plan: Plan, default: int) -> int:
     """Return the most completions that the run requests from one vLLM engine at the same time.
 
     Training, evaluation and benchmarks count. It is at least vLLM's own ``default`` if an extension samples by itself
@@ -312,7 +312,7 @@ def _choose_sync_method(recipe: Recipe, resources: Resources, mode: str, spans_n
     return "nccl", "server and trainers are on GPUs"
 
 
-def _smoke_path(name: str, part: str, environment: Mapping[str, str]) -> str:
+def _resolve_smoke_path(name: str, part: str, environment: Mapping[str, str]) -> str:
     """Return the path of the file or folder ``part`` of a built-in smoke task; return any other name unchanged."""
     return str(smoke_folder(name, environment) / part) if name.startswith(SMOKE_SCHEME) else name
 

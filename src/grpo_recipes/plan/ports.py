@@ -333,7 +333,7 @@ def _list_served_models(host: str, port: int, token: str, owner: OwnListener) ->
     Raise NotReady if it rejects the token.
     """
     try:
-        status, body = get(host, port, "/v1/models", _authorization(token), owner)
+        status, body = get(host, port, "/v1/models", _make_authorization(token), owner)
         if status == 401:
             raise NotReady("the vLLM server rejects the run's token")
         return [model["id"] for model in json.loads(body)["data"]] if status == 200 else []
@@ -341,7 +341,7 @@ def _list_served_models(host: str, port: int, token: str, owner: OwnListener) ->
         return []
 
 
-def _authorization(token: str) -> dict[str, str]:
+def _make_authorization(token: str) -> dict[str, str]:
     """Return the HTTP header with the server's token."""
     return {"Authorization": f"Bearer {token}"}
 
@@ -361,7 +361,7 @@ def read_activity(host: str, port: int, token: str, owner: OwnListener | None = 
     ``owner``, other processes get no request, and the result is None.
     """
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
-        answers = [get(host, port, path, _authorization(token), owner) for path in ("/metrics", ACTIVITY_PATH)]
+        answers = [get(host, port, path, _make_authorization(token), owner) for path in ("/metrics", ACTIVITY_PATH)]
         if any(status != 200 for status, _ in answers):
             return None
         (_, metrics), (_, activity) = answers

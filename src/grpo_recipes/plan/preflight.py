@@ -51,7 +51,7 @@ def node_problems(gpus: int, environment: Mapping[str, str]) -> list[Problem]:
 
     The checks cover scratch folders and file limits, and with GPUs the driver, compilers, cores and memory.
     """
-    problems = list(_scratch_problems(environment))
+    problems = list(_find_scratch_problems(environment))
     if gpus:
         version = (run_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader") or "").split("\n")[0].strip()
         if driver_problem := find_driver_problem(version, environment):
@@ -173,7 +173,7 @@ def sampler_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
         yield Problem(FLASHINFER_SAMPLER, problem, f"unset {FLASHINFER_SAMPLER}, or load the site's CUDA module (nvcc)")
 
 
-def _scratch_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
+def _find_scratch_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
     """Yield a Problem for each cause of a crash at vLLM's start that this node has.
 
     These are long socket names, few inodes, a low limit of open files, and little free shared memory.

@@ -215,7 +215,7 @@ def _lock_dead_folder(folder: Path, lock: contextlib.ExitStack) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         marker, identity = os.fstat(descriptor), json.loads(os.read(descriptor, 4096))
         if os.major(status.st_dev) != 0:  # a disk of this machine
-            identity = {**identity, "boot": _boot_id()}
+            identity = {**identity, "boot": _read_boot_id()}
         # If the marker has no link, another launch has just removed it.
         is_ours = (status.st_uid, marker.st_uid, marker.st_nlink) == (os.geteuid(), os.geteuid(), 1)
         if is_ours and identity == _identify_folder(folder):
@@ -226,10 +226,10 @@ def _lock_dead_folder(folder: Path, lock: contextlib.ExitStack) -> bool:
 
 def _identify_folder(folder: Path) -> dict[str, Any]:
     """Return name, inode and boot id, which identify a folder of this machine; its marker file contains them."""
-    return {"name": folder.name, "inode": folder.lstat().st_ino, "boot": _boot_id()}
+    return {"name": folder.name, "inode": folder.lstat().st_ino, "boot": _read_boot_id()}
 
 
-def _boot_id() -> str:
+def _read_boot_id() -> str:
     """Return the id of the running kernel: equal in all containers of a machine, different after a restart."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 

@@ -68,7 +68,7 @@ def compute_digest(path: Path, stopped: Callable[[], bool] = never) -> str:
     return digest.hexdigest()
 
 
-def _new_thread_pool() -> ThreadPoolExecutor:
+def _make_thread_pool() -> ThreadPoolExecutor:
     """Return a pool of up to 4 threads for digests, which leaves one core to the caller."""
     cores = len(os.sched_getaffinity(0)) - 1  # the caller uses one core
     return ThreadPoolExecutor(max(1, min(_MOST_THREADS, cores)), "digests")
@@ -93,7 +93,7 @@ def _find_changed_files(
         except OSError as error:
             return name, f"cannot be read ({error.strerror})"
 
-    with _new_thread_pool() as pool:
+    with _make_thread_pool() as pool:
         yield from ((name, fault) for name, fault in pool.map(find_difference, names) if fault)
 
 
@@ -124,7 +124,7 @@ def publish_checkpoint(
         missing_digests: Iterator[str] = map(compute_digest, missing_paths)
         # Few bytes need no threads: Python waits forever for a thread that fails to start because memory is short.
         if sum(files[name] for name in missing_names) > _FEW_BYTES:
-            pool = exits.enter_context(_new_thread_pool())
+            pool = exits.enter_context(_make_thread_pool())
             exits.callback(pool.shutdown, cancel_futures=True)  # a failing disk ends the save at once
             missing_digests = pool.map(compute_digest, missing_paths)
         for path in paths:

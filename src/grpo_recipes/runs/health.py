@@ -90,7 +90,7 @@ class Health:
             if (match := _REWARD.fullmatch(key)) and (value := finite_number(row[key])) is not None:
                 reward = match[1]
                 self.silent[reward] = self.silent.get(reward, 0) + 1 if abs(value) < ZERO_REWARD else 0
-        new_notices, active = [], self._active_rules(ENOUGH_STEPS)
+        new_notices, active = [], self._find_active_rules(ENOUGH_STEPS)
         for rule in _RULES:
             rows_since = self._rows_since.get(rule.name, ENOUGH_STEPS)
             self._rows_since[rule.name] = 0 if rule.name in active else rows_since + 1
@@ -105,10 +105,11 @@ class Health:
         By default, a sign must hold for ``ENOUGH_STEPS`` rows. If the run is ``over``, fewer rows are enough for a
         short run.
         """
-        active = self._active_rules(min(ENOUGH_STEPS, max(ENOUGH_STEPS_AT_END, self.rows)) if over else ENOUGH_STEPS)
+        enough = min(ENOUGH_STEPS, max(ENOUGH_STEPS_AT_END, self.rows)) if over else ENOUGH_STEPS
+        active = self._find_active_rules(enough)
         return [self._make_notice(rule, active[rule.name]) for rule in _RULES if rule.name in active]
 
-    def _active_rules(self, enough: int) -> dict[str, Facts]:
+    def _find_active_rules(self, enough: int) -> dict[str, Facts]:
         """Return the name and the facts of each rule that holds for at least ``enough`` rows.
 
         A rule is left out if a stronger rule (``implied_by``) holds, or held in the last ``ENOUGH_STEPS`` rows.

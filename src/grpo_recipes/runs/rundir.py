@@ -242,7 +242,7 @@ def lock_run(run: Run) -> int:
     The lock contains host and pid of this process. On a file system without locks, print a note and continue without a
     lock. Raise ConfigError if another launch is running in the directory.
     """
-    with _access_errors_as_config_errors(run.folder / "lock"):
+    with _translate_access_errors(run.folder / "lock"):
         descriptor = os.open(run.folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     for _ in range(_LOCK_TRIES):
         try:
@@ -386,7 +386,7 @@ def cut_damaged_end(text: bytes) -> bytes:
     return text[:end]
 
 
-def _access_errors_as_config_errors(path: Path) -> contextlib.AbstractContextManager[None]:
+def _translate_access_errors(path: Path) -> contextlib.AbstractContextManager[None]:
     """Return a context manager that turns an access error for ``path`` into a ConfigError.
 
     Access errors: the path is a folder, a part of it is not a folder, or permission is denied.
@@ -400,14 +400,14 @@ def _access_errors_as_config_errors(path: Path) -> contextlib.AbstractContextMan
 def remove_files(*paths: Path) -> None:
     """Remove the files in ``paths`` that exist; raise ConfigError if a path is a folder or can't be removed."""
     for path in paths:
-        with _access_errors_as_config_errors(path):
+        with _translate_access_errors(path):
             path.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the mapping in a JSON file of a run, empty without the file; raise ConfigError if it is damaged."""
     text = b"{}"
-    with contextlib.suppress(FileNotFoundError), _access_errors_as_config_errors(path):
+    with contextlib.suppress(FileNotFoundError), _translate_access_errors(path):
         text = path.read_bytes()
     content = load_json_mapping(text)
     if content is None:
@@ -440,7 +440,7 @@ def _read_lines(path: Path, lenient: bool = False) -> list[tuple[str, dict[str, 
     lines: list[tuple[str, dict[str, Any]]] = []
     content = b""
     if path.is_file() if lenient else path.exists():
-        with _access_errors_as_config_errors(path):
+        with _translate_access_errors(path):
             content = path.read_bytes()
     for line in cut_damaged_end(content).decode(errors="replace").split("\n"):
         row = load_json_mapping(line)

@@ -69,8 +69,8 @@ class Trace:
 
         ``track`` is the name of the line that shows it. Times are rounded down, so that nested spans stay nested.
         """
-        begin_us = self._microseconds(start)
-        row = {"name": name, "track": track, "ts": begin_us, "dur": self._microseconds(end) - begin_us}
+        begin_us = self._to_microseconds(start)
+        row = {"name": name, "track": track, "ts": begin_us, "dur": self._to_microseconds(end) - begin_us}
         self._write(json.dumps({**row, "args": details} if details else row).encode() + b"\n")
 
     def enter(self, name: str, track: str = LAUNCHER) -> None:
@@ -83,7 +83,7 @@ class Trace:
         self._tracks[track] = None
         if not name:
             del self._tracks[track]
-        row = {"name": name, "track": track, "ts": self._microseconds(time.perf_counter()), "pid": os.getpid()}
+        row = {"name": name, "track": track, "ts": self._to_microseconds(time.perf_counter()), "pid": os.getpid()}
         self._write(json.dumps(row).encode() + b"\n")
 
     def leave_all(self) -> None:
@@ -91,7 +91,7 @@ class Trace:
         for track in list(self._tracks):
             self.enter("", track)
 
-    def _microseconds(self, seconds: float) -> int:
+    def _to_microseconds(self, seconds: float) -> int:
         """Return a time of ``time.perf_counter()`` in microseconds since 1970, rounded down."""
         return int((seconds + self._epoch) * 1e6)
 

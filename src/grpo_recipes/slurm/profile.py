@@ -212,7 +212,7 @@ def render_script(
         "trap '' USR1",
         "fail() { printf 'grpo: %s\\n' \"$*\" >&2; exit 2; }",
         "",
-        *_environment_lines(profile),
+        *_format_environment_lines(profile),
         "# Packages of the login shell must not be visible in the environment.",
         "unset PYTHONPATH PYTHONHOME",
         "export PYTHONNOUSERSITE=1",
@@ -231,7 +231,7 @@ def _quote_option_value(line: str) -> str:
     return f'{name}{equals}"{escaped}"'
 
 
-def _environment_lines(profile: Profile) -> list[str]:
+def _format_environment_lines(profile: Profile) -> list[str]:
     """Return the lines of bash that load the profile's modules and activate its Python environment.
 
     The script ends with an error if a line fails. Without an environment in the profile, the current one is used.

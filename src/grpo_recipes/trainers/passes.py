@@ -40,7 +40,7 @@ def compute_in_trimmed_passes(
     is_padded = padding_free or rows * width > MOST_FED * int(widths_B.sum())
     has_options = any(value not in (None, False) for value in (*args, *kwargs.values()))
     is_special = bool((prompt_lengths_B == 0).any()) or has_options
-    most_passes, any_padded, any_special = _max_over_ranks(trainer, len(groups), is_padded, is_special)
+    most_passes, any_padded, any_special = _gather_maximum(trainer, len(groups), is_padded, is_special)
     if any_special or not any_padded:
         return compute(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, *args, **kwargs)
     groups = split_passes(groups, most_passes)
@@ -141,7 +141,7 @@ def _align_columns(values_bK: torch.Tensor, first_b: torch.Tensor, lengths_b: to
     return pad(values_bK.gather(1, columns).masked_fill(is_past_end, 0.0), (0, width - len(steps)))
 
 
-def _max_over_ranks(trainer: InnerTrainer, *values: float) -> tuple[int, ...]:
+def _gather_maximum(trainer: InnerTrainer, *values: float) -> tuple[int, ...]:
     """Return the maximum of each value over all ranks. Called by every rank.
 
     Values are counts or flags. Fractions are cut off.

@@ -23,7 +23,7 @@ class BoundedCopy:
 
     def update(self) -> Path:
         """Return the run directory; if its ``samples.jsonl`` is longer than 50 MB, update its copy and return that."""
-        if _size(self._folder / _FILE) <= _LONG_BYTES:
+        if _measure_file(self._folder / _FILE) <= _LONG_BYTES:
             return self._folder
         self._copy.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in self._folder.iterdir():
@@ -83,7 +83,7 @@ class _SpreadRows:
             self._bytes = sum(len(text) for _, text in self._rows)
 
 
-def _size(path: Path) -> int:
+def _measure_file(path: Path) -> int:
     """Return the bytes of a file, 0 if it does not exist."""
     with contextlib.suppress(OSError):
         return path.stat().st_size
