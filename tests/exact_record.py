@@ -28,14 +28,14 @@ def record(
     """Append a line if GRPO_EXACT_RESULT is set.
 
     Args:
-        sampler: what samples: transformers or vllm.
+        sampler: the sampling library, transformers or vllm.
         accelerator: how the ranks share the model.
-        ranks: how many there are.
-        shape: of the generation window, by the name of the test.
+        ranks: number of ranks.
+        shape: name of the generation window's shape in the test.
         begins: the step of the checkpoint; "stops" for a run that was stopped more than once.
-        ignore_data_skip: the recipe's key, with which a resumed epoch begins again.
+        ignore_data_skip: the recipe's key: a resumed epoch starts again.
         weights: hash of the final weights.
-        alone: the same of the run left alone.
+        alone: hash of the uninterrupted run's final weights.
     """
     if not FILE:
         return

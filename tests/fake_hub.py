@@ -64,8 +64,8 @@ class FakeHub:
         failing: path pattern -> how many more requests to answer with HTTP 500.
         users: token -> name, organisations with the role in them, and role of the token.
         granted: tokens that may read gated repositories.
-        sizes: file name -> the size that is announced for it in place of its own.
-        slow: end of a path -> seconds to wait before what is there is sent.
+        sizes: file name -> the announced size, if it differs from the real size.
+        slow: end of a path -> seconds to wait before its content is sent.
     """
 
     def __init__(self) -> None:

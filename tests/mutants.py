@@ -26,16 +26,16 @@ HUNG = 124  # pytest did not answer, so no test is known to detect the mutant
 
 @dataclass(frozen=True)
 class Mutant:
-    """A row.
+    """A row: a change that breaks a promise, and the tests that must notice it.
 
     Attributes:
-        promise: what would be broken.
-        tests: ids of the tests, one of which has to fail.
-        function: what is emptied, ``module:function``; or
-        file: a file in which the only place of
-        replace: this text becomes
-        by: this one.
-        returns: what the function returns, in Python.
+        promise: the broken promise.
+        tests: ids of the tests. At least one must fail.
+        function: the function to empty, ``module:function``, or "" to change a text.
+        returns: the function's new result, in Python.
+        file: the file to change, if ``function`` is "".
+        replace: a text that the file has once.
+        by: the text that replaces it.
     """
 
     promise: str

@@ -1,4 +1,4 @@
-"""What the ranks of tests have in common: `rank_processes` forks them from a process that has imported this module.
+"""The imports that the ranks of tests share: `rank_processes` forks the ranks from a process with this module.
 
 No rank needs vLLM. TRL would import it wherever it is installed, which takes 8 s.
 """

@@ -30,7 +30,7 @@ _FORKS.set_forkserver_preload(["rank_imports"])
 def run_ranks(
     module: str, *arguments: str, count: int = 2, accelerator: str | None = None, seconds: float = 300
 ) -> list[str]:
-    """Run ``python -m MODULE ARGUMENTS`` in each rank, and return what each rank printed.
+    """Run ``python -m MODULE ARGUMENTS`` in each rank, and return the output of each rank.
 
     ``accelerator`` names one of TRL's configuration files, such as ``zero2``. Raise AssertionError if a rank fails or
     the ranks take more than ``seconds``; then no rank is left.

@@ -19,13 +19,13 @@ HOME = Path(__file__).resolve().parents[2]
 
 @contextmanager
 def script(name: str, alias: str = "", threads: int = 0, folder: str = "bench") -> Iterator[ModuleType]:
-    """Yield a script, whose neighbours it finds as when it is run; then the import path and torch are as before.
+    """Yield a script that can import its neighbors; afterwards, restore the import path and torch's threads.
 
     Args:
-        name: of the file, without its ending.
-        alias: the module's name, where a package of the tests has that of the file.
-        threads: of torch meanwhile, where the script does not set them itself.
-        folder: that has the file.
+        name: name of the file, without its ending.
+        alias: name of the module, if a package of the tests has the file's name.
+        threads: number of torch's threads, if the script does not set it.
+        folder: folder of the file.
     """
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:

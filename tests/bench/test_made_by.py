@@ -1,4 +1,4 @@
-"""bench/made_by.py: a record names the code that was loaded, and is refused where no commit has that code."""
+"""bench/made_by.py: a record names the loaded code, and is rejected if no commit has that code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GIT = ("git", "-c", "user.name=t", "-c", "user.email=t@t")
 
 @pytest.fixture
 def made_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module, in a small repository of its own."""
+    """The module, in its own small repository."""
     monkeypatch.syspath_prepend(str(HOME / "bench"))
     module = importlib.import_module("made_by")
     for name in ("src/code.py", "bench/script.py", "bench/results/old.json", "docs/page.md"):

@@ -1,5 +1,5 @@
-"""Every command of README.md and docs/ is run: here as it stands, by a test that follows its page, or by one that takes
-its words from ``documented``. Where such a test has a fake, the page says so above the command.
+"""Every command of README.md and docs/ is run: here unchanged, by a test that follows its page, or by a test that gets
+its words from ``documented``. If such a test has a fake, the page says so above the command.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def followed() -> dict[str, str]:
 
 
 def clean_environment(folder: Path) -> dict[str, str]:
-    """The tester's environment without the launcher's variables; `grpo` is that of this environment."""
+    """The tester's environment without the launcher's variables, with the `grpo` of this Python."""
     names = {*READ_VARIABLES, *environment_keys()}
     inherited = {name: text for name, text in os.environ.items() if name not in names and not name.startswith("SLURM_")}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -38,7 +38,7 @@ class FakeEngines(DPLBAsyncMPClient):
         return answer
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Do nothing: there are no processes."""
+        """Do nothing: the fake has no processes."""
 
 
 def ask(endpoint: Any, engines: FakeEngines, body: dict[str, Any] | None = None, **query: Any) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class FakeRollouts:
 
 
 class FakeTrainer:
-    """A trainer whose completions depend only on the generation's name, the prompt and the place in the group."""
+    """A trainer with completions that depend only on the generation's name, the prompt and the index in the group."""
 
     num_generations = GROUP
     reward_weights = torch.tensor([1.0, 0.5])

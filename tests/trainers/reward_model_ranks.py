@@ -29,7 +29,7 @@ def train(folder: Path, model: str, scorer: str, ranks: int) -> list[dict[str, A
 
 
 def main(folder: str, model: str, scorer: str) -> None:
-    """Print what the steps logged."""
+    """Print the logged rows of the steps."""
     build_tokenizer = smoke.build_tokenizer
 
     def after_the_arguments() -> Any:  # the processes are set up by then

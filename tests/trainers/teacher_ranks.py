@@ -28,7 +28,7 @@ def train(folder: Path, model: str, teacher: str, ranks: int) -> list[dict[str, 
 
 
 def main(folder: str, model: str, teacher: str) -> None:
-    """Print what the steps logged."""
+    """Print the logged rows of the steps."""
     build_tokenizer = smoke.build_tokenizer
 
     def after_the_arguments() -> Any:  # the processes are set up by then

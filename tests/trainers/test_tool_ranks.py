@@ -1,4 +1,4 @@
-"""Tools on two ranks: they give the update and the counts of one."""
+"""Tools on two ranks: the update and the counts equal a single rank's."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from .tiny_training import DESCENT, SUMS, as_dataset
 
 
 def write_turn(row: int, turn: int) -> str:
-    """Answer after 0, 1 or 2 turns with calls, of which some fail."""
+    """Answer after 0, 1 or 2 turns with calls. Some calls fail."""
     item = "pear" if row % 2 else "kiwi"
     return written("price", item=item) * (1 + row % 2) if turn < row % 3 else "x" * (1 + row)
 

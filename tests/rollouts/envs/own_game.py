@@ -21,7 +21,7 @@ DECK = random.sample(range(1000), 1000)
 
 
 class Dealt(Guess):
-    """Draw where the file is read and where it is made, too."""
+    """Draw also when the file is read and when the game is created."""
 
     def __init__(self, most: int = 9):
         super().__init__(most)

@@ -8,10 +8,10 @@ WORDS = ["bread", "crane", "house", "plant", "stone", "table"]
 
 
 def write_words(folder: Path) -> None:
-    """Write what TextArena's Wordle reads through NLTK: a list of words, and a tagger that knows these alone."""
+    """Write NLTK's files for TextArena's Wordle: a list of words, and a tagger that only knows these words."""
     words, tagger = folder / "corpora/words", folder / "taggers/averaged_perceptron_tagger_eng"
-    for made in (words, tagger):
-        made.mkdir(parents=True)
+    for folder_of_files in (words, tagger):
+        folder_of_files.mkdir(parents=True)
     for name in ("en", "en-basic"):
         (words / name).write_text("\n".join(WORDS))
     for name, value in (("weights", {}), ("tagdict", dict.fromkeys(WORDS, "NN")), ("classes", ["NN"])):
