@@ -225,7 +225,7 @@ def socket_length(temporary: Path) -> int:
     return len(os.fsencode(f"{temporary}{_SOCKET_NAME}"))
 
 
-def free_memory() -> float:
+def measure_free_memory() -> float:
     """Return the bytes that this process may still allocate on this machine and in its cgroup."""
     limit, used = cgroup_memory()
     return min(psutil.virtual_memory().available, limit - used)

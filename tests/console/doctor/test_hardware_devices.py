@@ -234,7 +234,7 @@ def test_cores_and_memory_of_a_job_are_judged_by_its_gpus_as_a_launch_does(
     monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(preflight, "cgroup_cores", lambda: float("inf"))
     monkeypatch.setattr(preflight, "cgroup_memory", lambda: (memory, 0.0))
-    monkeypatch.setattr(preflight, "free_memory", lambda: memory)
+    monkeypatch.setattr(preflight, "measure_free_memory", lambda: memory)
     finding = hardware.cores_and_memory(cuda_machine())
     assert ("15 cores for 8 GPUs" in finding.value) == ("--cpus-per-task=64" in finding.fix) == told
     assert ("4.0 GB of memory for 8 GPUs" in finding.value) == ("sbatch --mem=256G" in finding.fix) == told

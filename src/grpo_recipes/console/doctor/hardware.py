@@ -287,7 +287,7 @@ def cores_and_memory(machine: Machine) -> Finding:
     """
     usable, free, (limit, _) = (
         min(len(os.sched_getaffinity(0)), preflight.cgroup_cores()),
-        preflight.free_memory(),
+        preflight.measure_free_memory(),
         preflight.cgroup_memory(),
     )
     total = f"{format_bytes(free)} of memory free of {format_bytes(psutil.virtual_memory().total)}"

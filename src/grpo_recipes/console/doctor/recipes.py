@@ -20,7 +20,7 @@ from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.plan.devices import find_gpu_memory, find_resources, list_used_gpus
 from grpo_recipes.plan.estimates import Estimates, estimate
 from grpo_recipes.plan.plan import make_plan
-from grpo_recipes.plan.preflight import free_memory
+from grpo_recipes.plan.preflight import measure_free_memory
 from grpo_recipes.plan.types import Plan
 from grpo_recipes.process.reports import format_bytes
 from grpo_recipes.process.scratch import SHARED_MEMORY
@@ -128,7 +128,7 @@ def training_memory(case: Case) -> Finding:
         return apply_first_rule(value, *((not need.fits, PROBLEM, f"set {need.fix}") for need in needs.values()))
     # On CPU, all processes share the memory of the machine.
     processes = {"trainer": case.plan.batch.world_size, "server": 1}
-    needed, free = sum(need.total * processes[role] for role, need in needs.items()), free_memory()
+    needed, free = sum(need.total * processes[role] for role, need in needs.items()), measure_free_memory()
     fix = "request more (sbatch --mem), or use a smaller model"
     return apply_first_rule(
         f"about {format_bytes(needed)}, {format_bytes(free)} of memory free", (needed > free, PROBLEM, fix)
