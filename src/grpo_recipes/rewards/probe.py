@@ -336,7 +336,7 @@ def _call_on_completions(
 
 
 def _find_unpaid(tries: Sequence[ProbeCompletion]) -> ProbeCompletion | None:
-    """Return the first right completion with a reward not above all rewards of wrong completions, or None."""
+    """Return the first right completion with at most the highest reward of the wrong completions, or None."""
     scored = [(completion, completion.value) for completion in tries if completion.value is not None]
     best_wrong = max((value for completion, value in scored if not completion.right), default=None)
     if best_wrong is None:
