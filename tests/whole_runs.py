@@ -26,9 +26,10 @@ COMMON_WORDS = {"", "src", "grpo", "recipes", "grpo_recipes", "extensions", "tes
 LEFT_OUT = "would start after the time that CI has: make e2e runs it"
 # Files and folders that take longest, below tests/.
 LONGEST = (
-    "trainers/test_exact_resume.py", "e2e/test_gpu_stages.py", "evidence/test_multi_answer.py", "e2e/test_slurm_run.py",
-    "e2e/test_readme.py", "e2e/test_tools.py", "docs", "trainers",
-    "evidence", "bench", "data", "fetch", "launch", "setup", "evaluate", "test_wrong_recipes.py",
+    "setup/test_other_installs.py", "e2e/test_container.py", "trainers/test_exact_resume.py", "e2e/test_gpu_stages.py",
+    "e2e/test_guard.py", "evidence/test_multi_answer.py", "e2e/test_slurm_run.py", "e2e/test_readme.py",
+    "e2e/test_tools.py", "docs", "trainers", "evidence", "bench", "data", "fetch", "launch", "setup", "evaluate",
+    "test_wrong_recipes.py",
 )  # fmt: skip
 
 
