@@ -75,7 +75,6 @@ def test_the_bytecode_of_a_run_names_its_modules(script: ModuleType, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.rotating
 @pytest.mark.parametrize("process", IMPORTED)
 def test_the_list_has_the_modules_of_a_process(script: ModuleType, process: str) -> None:
     """After a change of the locks, record the list again (see the script)."""
