@@ -141,6 +141,17 @@ def tools() -> str:
     return markdown_table(["tools", "seeds", "right before", "after"], rows)
 
 
+def programs_and_judges() -> str:
+    """Return the table of rewards with programs and a failing judge: means over seeds, with lowest and highest."""
+    rows = []
+    for case in ("code", "judge"):
+        runs = [row for row in _rows("learning") if row["case"] == case]
+        rewards = [_mean_and_ends([run[name] for run in runs], "-") for name in ("first_reward", "last_reward")]
+        unscored = f"{statistics.fmean(run['unscored'] for run in runs):.1%}".replace("%", " %")
+        rows.append([f"`{runs[0]['recipe'].rpartition('/')[2]}`", str(len(runs)), *rewards, unscored])
+    return markdown_table(["recipe", "seeds", "reward before", "after", "unscored"], rows)
+
+
 def played() -> str:
     """Return the table of SecretMafia: a row for each baseline, and rows before and after training."""
     rows, runs = [], dict[tuple[str, str], list[dict[str, float]]]()
@@ -205,6 +216,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "syncs": syncs,
     "environments": learned,
     "tools": tools,
+    "programs and judges": programs_and_judges,
     "games": played,
     "dynamic sampling": dynamic_sampling,
 }

@@ -18,7 +18,7 @@ def tables() -> Iterator[ModuleType]:
 
 def test_pages_and_figures_have_the_numbers_of_the_records(tables: ModuleType) -> None:
     written = tables.pages_and_figures()
-    pages = {"environments.md", "measurements.md", "performance.md", "weights.md"}
+    pages = {"environments.md", "measurements.md", "performance.md", "rewards.md", "weights.md"}
     assert {path.name for path in written} == pages | {"overlap.svg", "speed.svg", "time_to_reward.svg"}
     assert [path.name for path, text in written.items() if path.read_text() != text] == [], "run make evidence"
 
