@@ -53,6 +53,15 @@ def test_files_of_new_commits_come_first_and_long_ones_next(monkeypatch: pytest.
     ]  # fmt: skip
 
 
+def test_the_order_of_the_other_files_changes_every_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whole_runs.read_recent_changes", lambda: [])
+    files, orders = [TESTS / f"e2e/test_{number}.py" for number in range(20)], set()
+    for day in (20_000, 20_000.5, 20_001):
+        monkeypatch.setattr("whole_runs.time.time", lambda day=day: day * 86400)
+        orders.add(tuple(sorted(files, key=sort_key)))
+    assert len(orders) == 2
+
+
 @pytest.mark.parametrize(
     ("mark", "seconds", "skipped"), [("slow", -1, True), ("slow", 60, False), ("alone", -1, False)]
 )

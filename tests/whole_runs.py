@@ -3,15 +3,16 @@
 A slow test takes from ten seconds to minutes. `make e2e` runs all of them. The files that the last commits concern come
 first. A commit concerns the test files that it changes, and the test files with a word of its source files in their
 path: ``src/grpo_recipes/weights/lora.py`` concerns ``tests/weights/`` and ``tests/e2e/test_lora.py``. Files that take
-long come next, so that the processes of pytest end at about the same time.
+long come next, so that the processes of pytest end at about the same time. The others have another order every day.
 
-CI sets a time, the variable GRPO_LAST_START in seconds since 1970. Slow tests that would start later are left out. On a
-machine that is slower than two quiet cores, these are tests that the last commits do not concern.
+CI sets a time, the variable GRPO_LAST_START in seconds since 1970. Slow tests that would start later are left out. They
+are tests that the last commits do not concern, and other ones every day.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import subprocess
 import time
@@ -33,10 +34,11 @@ LONGEST = (
 )  # fmt: skip
 
 
-def sort_key(path: Path) -> tuple[int, int]:
-    """Return the place of a test file: by the newest commit that concerns it, then by its place in ``LONGEST``."""
+def sort_key(path: Path) -> tuple[int, int, bytes]:
+    """Return the place of a test file: by the newest commit that concerns it, by ``LONGEST``, and by the day."""
     places = (place for place, name in enumerate(LONGEST) if path.is_relative_to(TESTS / name))
-    return count_newer_commits(path, read_recent_changes()), next(places, len(LONGEST))
+    today = hashlib.sha256(f"{time.time() // 86400} {path.relative_to(TESTS)}".encode()).digest()
+    return count_newer_commits(path, read_recent_changes()), next(places, len(LONGEST)), today
 
 
 @functools.cache
