@@ -14,7 +14,9 @@ import pytest
 from ledgers import read_left_out
 from whole_runs import (
     COMMITS,
+    DAYS,
     LEFT_OUT,
+    LONG_RUNS,
     MOST_FILES,
     count_newer_commits,
     leave_out_if_late,
@@ -44,20 +46,23 @@ def test_a_commit_concerns_the_tests_that_it_changes_and_those_of_its_source_fil
     assert [count_newer_commits(TESTS / file, changes) for file in files] == [1, 1, 2, COMMITS]
 
 
-def test_files_of_new_commits_come_first_and_long_ones_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_new_commits_come_first_and_long_runs_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whole_runs.read_recent_changes", lambda: [{"tests/e2e/test_ports.py"}, {"lora"}])
-    files = ("e2e/test_eval.py", "trainers/test_ahead.py", "e2e/test_gpu_stages.py", "e2e/test_lora.py")
-    order = sorted((TESTS / file for file in (*files, "e2e/test_ports.py")), key=sort_key)
-    assert [path.name for path in order] == [
-        "test_ports.py", "test_lora.py", "test_gpu_stages.py", "test_ahead.py", "test_eval.py",
+    monkeypatch.setattr("whole_runs.time", SimpleNamespace(time=lambda: DAYS * 5000 * 86400.0))
+    today, other = LONG_RUNS[0], LONG_RUNS[1]
+    files = (other, "e2e/test_eval.py", "trainers/test_ahead.py", today, "e2e/test_lora.py", "e2e/test_ports.py")
+    order = sorted((TESTS / file for file in files), key=sort_key)
+    assert [str(path.relative_to(TESTS)) for path in order] == [
+        "e2e/test_ports.py", "e2e/test_lora.py", today, "trainers/test_ahead.py", "e2e/test_eval.py", other,
     ]  # fmt: skip
+    assert all((TESTS / file).is_file() for file in LONG_RUNS)
 
 
 def test_the_order_of_the_other_files_changes_every_day(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whole_runs.read_recent_changes", lambda: [])
     files, orders = [TESTS / f"e2e/test_{number}.py" for number in range(20)], set()
     for day in (20_000, 20_000.5, 20_001):
-        monkeypatch.setattr("whole_runs.time.time", lambda day=day: day * 86400)
+        monkeypatch.setattr("whole_runs.time", SimpleNamespace(time=lambda day=day: day * 86400))
         orders.add(tuple(sorted(files, key=sort_key)))
     assert len(orders) == 2
 

@@ -2,11 +2,11 @@
 
 A slow test takes from ten seconds to minutes. `make e2e` runs all of them. The files that the last commits concern come
 first. A commit concerns the test files that it changes, and the test files with a word of its source files in their
-path: ``src/grpo_recipes/weights/lora.py`` concerns ``tests/weights/`` and ``tests/e2e/test_lora.py``. Files that take
-long come next, so that the processes of pytest end at about the same time. The others have another order every day.
+path: ``src/grpo_recipes/weights/lora.py`` concerns ``tests/weights/`` and ``tests/e2e/test_lora.py``.
 
-CI sets a time, the variable GRPO_LAST_START in seconds since 1970. Slow tests that would start later are left out. They
-are tests that the last commits do not concern, and other ones every day.
+CI sets a time, the variable GRPO_LAST_START in seconds since 1970. Slow tests that would start later are left out. The
+files of ``LONG_RUNS`` take about half of the time. So on each day, a quarter of them comes next, and the others come
+last. The order of all other files changes every day, too.
 """
 
 from __future__ import annotations
@@ -25,20 +25,38 @@ COMMITS = 10  # older commits do not change the order
 MOST_FILES = 20  # a commit with more files, such as a renaming, concerns no test more than another
 COMMON_WORDS = {"", "src", "grpo", "recipes", "grpo_recipes", "extensions", "tests", "test", "e2e"}
 LEFT_OUT = "would start after the time that CI has: make e2e runs it"
-# Files and folders that take longest, below tests/.
-LONGEST = (
-    "setup/test_other_installs.py", "e2e/test_container.py", "trainers/test_exact_resume.py", "e2e/test_gpu_stages.py",
-    "e2e/test_guard.py", "evidence/test_multi_answer.py", "e2e/test_slurm_run.py", "e2e/test_readme.py",
-    "e2e/test_tools.py", "docs", "trainers", "evidence", "bench", "data", "fetch", "launch", "setup", "evaluate",
-    "test_wrong_recipes.py",
+# Files that take 100 to 1000 seconds of a processor, below tests/: complete trainings and installations.
+LONG_RUNS = (
+    "e2e/test_environments.py", "e2e/test_environment_recipes.py", "setup/test_other_installs.py",
+    "e2e/test_gpu_stages.py", "e2e/test_tools.py", "e2e/test_container.py", "evidence/test_multi_answer.py",
+    "trainers/test_exact_resume.py", "e2e/test_examples.py", "e2e/test_code.py", "e2e/test_judge.py",
+    "e2e/test_maxent.py",
 )  # fmt: skip
+DAYS = 4  # in which each of them comes early
+# Folders and files of quick tests that take longest: the processes of pytest then end at about the same time.
+LONGEST = (
+    "docs",
+    "trainers",
+    "evidence",
+    "bench",
+    "data",
+    "fetch",
+    "launch",
+    "setup",
+    "evaluate",
+    "test_wrong_recipes.py",
+)
 
 
-def sort_key(path: Path) -> tuple[int, int, bytes]:
-    """Return the place of a test file: by the newest commit that concerns it, by ``LONGEST``, and by the day."""
-    places = (place for place, name in enumerate(LONGEST) if path.is_relative_to(TESTS / name))
-    today = hashlib.sha256(f"{time.time() // 86400} {path.relative_to(TESTS)}".encode()).digest()
-    return count_newer_commits(path, read_recent_changes()), next(places, len(LONGEST)), today
+def sort_key(path: Path) -> tuple[int, int, int, bytes]:
+    """Return the place of a test file: by the commits that concern it, by its turn, ``LONGEST`` and the day."""
+    day, name = int(time.time() // 86400), str(path.relative_to(TESTS))
+    turn = 1
+    if name in LONG_RUNS:
+        turn = 0 if LONG_RUNS.index(name) % DAYS == day % DAYS else 2
+    places = (place for place, folder in enumerate(LONGEST) if path.is_relative_to(TESTS / folder))
+    shuffled = hashlib.sha256(f"{day} {name}".encode()).digest()
+    return count_newer_commits(path, read_recent_changes()), turn, next(places, len(LONGEST)), shuffled
 
 
 @functools.cache
