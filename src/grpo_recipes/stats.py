@@ -204,7 +204,7 @@ def score_names(result: Mapping[str, Any]) -> list[str]:
 def format_result(result: Mapping[str, Any]) -> str:
     """Format a benchmark's result as ``pass@1 0.512 (0.468 to 0.556), pass@4 ..., 500 problems``.
 
-    Baselines follow if there are any: ``; random guesser pass@8 0.181, mean@8 ...``.
+    Baselines follow if there are any: ``; random pass@8 0.181, mean@8 ...``.
     """
     parts = []
     for key in score_names(result):

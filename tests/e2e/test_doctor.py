@@ -49,7 +49,7 @@ def test_the_cluster_from_its_login_node(idle: SlurmCluster) -> None:
 def test_drained_nodes_and_a_short_partition(idle: SlurmCluster) -> None:
     idle.cli("scontrol", "update", "PartitionName=main", "MaxTime=12:00:00")
     slurm_check = look(idle)["slurm"]
-    assert slurm_check["status"] == "warning" and "main ends at 12:00:00" in slurm_check["value"]
+    assert slurm_check["status"] == "warning" and "partition main has the limit 12:00:00" in slurm_check["value"]
     idle.cli("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test")
     slurm_check = look(idle)["slurm"]
     assert slurm_check["status"] == "warning" and "1 node up, lost: n1 drained" in slurm_check["value"]
