@@ -111,19 +111,19 @@ def failed(make_run, tmp_path):
 
 def test_after_a_reward_failed_a_resume_takes_the_edited_file(failed, tmp_path):
     run = failed(RAISED)
-    resume = f"grpo launch --resume runs/{run.folder.name} --update-rewards"
-    tried = "(grpo check-rewards recipe.yaml), then"
-    assert advice(run, run.cause) == f"fix own.py (the run uses a copy) {tried} {resume}"
+    resume = f"then copy it again and resume: grpo launch --resume runs/{run.folder.name} --update-rewards"
+    test = "with grpo check-rewards recipe.yaml"
+    assert advice(run, run.cause) == f"fix own.py (not the run's copy) and test it {test}, {resume}"
     assert ending(run).fix == advice(run, run.cause), "doctor says it too"
     assert reward_fix(run, run.cause) == advice(run, run.cause), "the report shows it too"
     (tmp_path / "own.py").write_text("def score(completions): return [1.0]\n")
-    assert advice(run, run.cause) == f"test own.py, which has changed since this run's copy {tried} {resume}"
+    assert advice(run, run.cause) == f"test own.py, which has changed since this run's copy, {test}, {resume}"
 
 
 def test_without_a_checkpoint_a_new_launch_is_advised(failed):
     run = failed(RAISED, saved=False)
-    again = "then start a new run, since there is no checkpoint: grpo launch my.yaml --seed 7"
-    assert advice(run, run.cause).endswith(again)
+    again = "which copies it again, since there is no checkpoint: grpo launch my.yaml --seed 7"
+    assert advice(run, run.cause).endswith(f"grpo check-rewards recipe.yaml, then start a new run, {again}")
     assert "--resume" not in advice(run, run.cause)
 
 
@@ -132,11 +132,11 @@ def test_without_a_checkpoint_a_new_launch_is_advised(failed):
     [
         ("most often: time limit (9)", "or raise reward_timeout (--reward_timeout N), then"),
         ("most often: no answer from its server (URLError: <urlopen error [Errno 111] Connection refused>) (9)",
-         "start the server that own.py calls, or correct its address (grpo check-rewards recipe.yaml), "
-         "then grpo launch --resume RUN"),
+         "start the server that own.py calls, or correct its address, and test it with "
+         "grpo check-rewards recipe.yaml, then resume: grpo launch --resume RUN"),
         ("KeyError: 'KEY'; it runs isolated, without this variable: set reward_environment: [KEY] (9)",
-         "export KEY before the launch (grpo check-rewards recipe.yaml), then grpo launch --resume RUN "
-         "--reward_environment KEY"),
+         "export KEY before the launch and test the reward with grpo check-rewards recipe.yaml, "
+         "then resume: grpo launch --resume RUN --reward_environment KEY"),
     ],
 )  # fmt: skip
 def test_what_ended_most_calls_decides_the_advice(failed, causes, expected_advice):
@@ -148,7 +148,8 @@ def test_what_ended_most_calls_decides_the_advice(failed, causes, expected_advic
 
 def test_of_a_module_there_is_no_copy_to_update(make_run):
     run = make_run(cause=RAISED.replace("own.py:score", "json:dumps"), reward_funcs=["json:dumps"])
-    assert advice(run, run.cause).startswith("fix json (grpo check-rewards recipe.yaml), then start a new run")
+    start = "fix json and test it with grpo check-rewards recipe.yaml, then start a new run, since"
+    assert advice(run, run.cause).startswith(start)
 
 
 def test_the_cause_counts_before_what_stands_in_a_log(make_run):

@@ -45,6 +45,11 @@ def show_recipe(run: Run) -> str:
     return shell_path(copy) if copy.is_file() else "RECIPE"
 
 
+def format_test_command(run: Run) -> str:
+    """Return the command that tests the current files of a run's rewards, not the run's copies of them."""
+    return f"grpo check-rewards {show_recipe(run)}"
+
+
 def fill_commands(text: str, run: Run) -> str:
     """Return a text with the run's commands and paths instead of the placeholders (see the module)."""
     values = {_LAUNCH: format_launch_command, "RECIPE": show_recipe, "RUN": lambda run: shell_path(run.folder)}

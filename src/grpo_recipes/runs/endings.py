@@ -20,7 +20,7 @@ from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.recipe.registry import NO_ANSWER
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies
 from grpo_recipes.runs.checkpoints import list_checkpoint_folders, list_complete_checkpoints
-from grpo_recipes.runs.commands import fill_commands, format_launch_command, show_recipe
+from grpo_recipes.runs.commands import fill_commands, format_launch_command, format_test_command
 from grpo_recipes.runs.rundir import Run
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -282,28 +282,31 @@ def reward_fix(run: Run, cause: str) -> str:
 
     Otherwise return an empty text.
 
-    The run uses its copy of the reward's file, so the fix includes the flag that updates the copy.
+    The run uses its copy of the reward's file. The user edits the file itself, and a flag of the resume updates the
+    copy.
     """
     failed = re.search(r"(?:RewardFailed|TooManyWithoutVerdict).*?[Rr]eward '([^']+)'", cause)
     if failed is None or (":" not in failed[1] and NO_ANSWER not in cause):
         return ""
-    file, resume = failed[1].rpartition(":")[0] or failed[1], f"grpo launch --resume {shell_path(run.folder)}"
+    file, resume = failed[1].rpartition(":")[0] or failed[1], f"resume: grpo launch --resume {shell_path(run.folder)}"
+    launch, test = "start a new run", format_test_command(run)
     if variable := re.search(r"(?:set|write) reward_environment: \[(\w+)\]", cause):
-        edit, resume = f"export {variable[1]} before the launch", f"{resume} --reward_environment {variable[1]}"
+        edit = f"export {variable[1]} before the launch and test the reward with {test}"
+        resume = f"{resume} --reward_environment {variable[1]}"
     elif NO_ANSWER in cause:
-        edit = f"start the server that {file} calls, or correct its address"
+        edit = f"start the server that {file} calls, or correct its address, and test it with {test}"
     elif not file.endswith(".py"):
-        edit = f"fix {file}"
+        edit = f"fix {file} and test it with {test}"
     else:
-        edit, resume = f"fix {file} (the run uses a copy)", f"{resume} --update-rewards"
+        edit = f"fix {file} (not the run's copy) and test it with {test}"
+        launch, resume = f"{launch}, which copies it again", f"copy it again and {resume} --update-rewards"
         with suppress(ConfigError):  # a damaged recipe.yaml
             if changed_copies(run.value("reward_funcs"), run.folder / REWARD_COPIES):
-                edit = f"test {file}, which has changed since this run's copy"
-    test = f"grpo check-rewards {show_recipe(run)}"
+                edit = f"test {file}, which has changed since this run's copy, with {test}"
     if not list_complete_checkpoints(run.folder / "checkpoints"):
-        return f"{edit} ({test}), then start a new run, since there is no checkpoint: {format_launch_command(run)}"
+        return f"{edit}, then {launch}, since there is no checkpoint: {format_launch_command(run)}"
     slow = ", or raise reward_timeout (--reward_timeout N)" if "time limit" in cause else ""
-    return f"{edit} ({test}){slow}, then {resume}"
+    return f"{edit}{slow}, then {resume}"
 
 
 def _find_lost_roles(run: Run, cause: str) -> list[str]:

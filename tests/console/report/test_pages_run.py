@@ -517,7 +517,10 @@ def test_a_failed_reward_has_its_advice_on_the_page(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("grpo_recipes.console.report.pages.reward_fix", lambda run, cause: f"edit own.py: {cause}")
     folder = make_run(tmp_path, steps=3, summary={"status": "failed", "cause": "a reward failed"})
     assert "<p>Edit own.py: a reward failed.</p>" in write_report(folder).read_text()
-    fix = "fix own.py, then grpo launch --resume 'my run'"
+    test = "grpo check-rewards RECIPE"
+    monkeypatch.setattr("grpo_recipes.console.report.pages.format_test_command", lambda run: test)
+    fix = f"fix own.py and test it with {test}, then resume: grpo launch --resume 'my run'"
     monkeypatch.setattr("grpo_recipes.console.report.pages.reward_fix", lambda run, cause: fix)
     command = "<code>grpo launch --resume &#39;my run&#39;</code>"  # copy.js adds a button
-    assert f"<p>Fix own.py, then {command}</p>" in write_report(folder).read_text()
+    page = f"<p>Fix own.py and test it with <code>{test}</code>, then resume: {command}</p>"
+    assert page in write_report(folder).read_text()
