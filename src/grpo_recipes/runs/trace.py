@@ -24,6 +24,7 @@ from grpo_recipes.runs.rundir import load_json_mapping, write_atomically
 FOLDER, TRACE = "trace", "trace.json"
 LAUNCHER = "launcher"  # the launcher's process, and its track
 _MOST_BYTES = 100_000_000  # read by ``write_trace``, the newest of each process; Perfetto opens the result
+_RECENT_BYTES = 1_000_000  # read by ``sum_spans``
 _MAIN_TRACK = "steps"
 _TEXTS = ("name", "track")  # fields of each row
 
@@ -143,6 +144,19 @@ def try_write_trace(run_dir: Path) -> str:
     except OSError as error:
         return f"note: {display_path(run_dir / TRACE)} can't be written ({error.strerror})"
     return ""
+
+
+def sum_spans(run_dir: Path, step: float, names: Sequence[str]) -> dict[str, float]:
+    """Return the seconds of rank 0's spans with these names in an optimizer step, one of the newest: name -> sum.
+
+    Names without a span, and spans before the newest megabyte of rows, are left out.
+    """
+    path, seconds = run_dir / FOLDER / "rank_0.jsonl", dict[str, float]()
+    for row in _read_rows(path, _RECENT_BYTES) if path.exists() else ():
+        details, duration = row.get("args"), row.get("dur")
+        if row["name"] in names and isinstance(details, dict) and details.get("step") == step and duration:
+            seconds[row["name"]] = seconds.get(row["name"], 0.0) + duration / 1e6
+    return seconds
 
 
 def _iterate_events(files: Sequence[Path]) -> Iterator[dict[str, Any]]:

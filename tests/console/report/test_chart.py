@@ -93,7 +93,7 @@ def test_a_long_metric_is_thinned_to_a_line_and_its_range() -> None:
 
 def test_areas_stand_on_one_another() -> None:
     seconds = {"seconds/sample": [1.0, 1.0], "seconds/score": [1.0, 3.0]}
-    chart = make_phase_chart(Table(steps=[1, 2], columns={name: [*values] for name, values in seconds.items()}))
+    chart = make_phase_chart(Table(steps=[1, 2], columns={name: [*values] for name, values in seconds.items()}), {})
     assert chart is not None
     figure = draw(chart)
     first, second = re.findall(r'class="layer" d="([^"]*)"', figure)
@@ -104,9 +104,11 @@ def test_areas_stand_on_one_another() -> None:
 def test_evaluations_and_saves_are_drawn_at_the_step_that_they_follow() -> None:
     evaluate = [0.0, 0.0, 9.0, 0.0]  # after step 2, so the row of step 3 has it
     columns: dict[str, Column] = {"seconds/sample": [1.0] * 4, "seconds/evaluate": [*evaluate]}
-    chart = make_phase_chart(Table(steps=[1, 2, 3, 4], columns=columns))
-    assert chart is not None
-    assert [curve.line for curve in chart.curves] == [[1.0] * 4, [0.0, 9.0, 0.0, 0.0]]
+    for last_seconds, value, raw in (({}, 0.0, None), ({"evaluate": 5.0}, 5.0, 5.0)):
+        chart = make_phase_chart(Table(steps=[1, 2, 3, 4], columns=columns), last_seconds)
+        assert chart is not None
+        assert [curve.line for curve in chart.curves] == [[1.0] * 4, [0.0, 9.0, 0.0, value]]
+        assert chart.curves[1].values[-1] == raw
 
 
 def test_the_band_of_the_reward_is_kept_without_smoothing(tmp_path: Path) -> None:

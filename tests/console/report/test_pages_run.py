@@ -20,6 +20,7 @@ from grpo_recipes.console.report.read import read_run
 from grpo_recipes.console.report.run_charts import make_reward_chart
 from grpo_recipes.runs.checkpoints import publish_checkpoint
 from grpo_recipes.runs.rundir import write_json
+from grpo_recipes.runs.trace import Trace
 
 from .synthetic_runs import make_run
 
@@ -524,3 +525,20 @@ def test_a_failed_reward_has_its_advice_on_the_page(tmp_path: Path, monkeypatch:
     command = "<code>grpo launch --resume &#39;my run&#39;</code>"  # copy.js adds a button
     page = f"<p>Fix own.py and test it with <code>{test}</code>, then resume: {command}</p>"
     assert page in write_report(folder).read_text()
+
+
+def test_the_save_and_the_evaluation_after_the_last_step_count_in_the_time(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=3)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["seconds/evaluate"] = 40.0 * (row["step"] == 3)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "evaluations40.0 s" in page_of(folder).text
+    trace = Trace("rank_0", folder)
+    for name, start, end, step in (("evaluate", 0, 40, 3), ("evaluate", 100, 120, 4), ("sample", 101, 102, 4)):
+        trace.add(name, start, end, step=step)
+    assert "evaluations1 min 00 s" in page_of(folder).text
+    assert (
+        'data-label="evaluate" data-kind="layer" data-clock="0" data-y="0 40 20"'
+        in (folder / "report.html").read_text()
+    )

@@ -85,7 +85,8 @@ def render_run_page(
     kind = run.status if run.status in _STATUSES else "unknown"
     badges = [(f"{_STATUSES.get(run.status, '?')[0]} {run.status}", kind)]
     stamp = str(run.identity.get("timestamp", ""))
-    totals = {name: sum(seconds) for name in run_charts.PHASES if (seconds := run.metrics.known(f"seconds/{name}"))}
+    timed = {name: run.metrics.known(f"seconds/{name}") for name in run_charts.PHASES}
+    totals = {name: sum(times) + run.last_seconds.get(name, 0.0) for name, times in timed.items() if times}
     charts, same = run_charts.make_other_charts(run)
     rows, newest_file = len(run.metrics.steps), run.folder / "metrics.jsonl"
     if not newest_file.exists():
@@ -109,7 +110,7 @@ def render_run_page(
         others=charts, same=same, histogram=make_histogram(run.scored), baselines=BASELINES,
         steps=render_steps(samples_file, len(run.scored) - 1), pairs=pair_prompts(samples_file),
         view_tokens=read_tokens,
-        phase_chart=run_charts.make_phase_chart(run.metrics),
+        phase_chart=run_charts.make_phase_chart(run.metrics, run.last_seconds),
         phases=run_charts.PHASES, totals=totals,
         files=sorted(file.name for file in run.folder.iterdir() if not file.name.startswith((".", "report."))),
         linked=path is not None and path.absolute().parent == run.folder, live=run.status in UNFINISHED,

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 from grpo_recipes.paths import display_path
 from grpo_recipes.runs.health import AVERAGED_STEPS, average_first_and_last, drop_missing, finite_number, mean
 from grpo_recipes.runs.rundir import Run, find_run, load_json_mapping
+from grpo_recipes.runs.trace import sum_spans
 
 Column = list[float | None]
+AFTER_STEP = ("save", "evaluate")  # phases after a step, with seconds in the row of the next step
 
 
 @dataclass
@@ -98,6 +100,15 @@ class RunRecord(Run):
             first, last, max(levels, default=None), metrics.steps[-1] if metrics.steps else 0,
             metrics.last("max_steps"), sum(seconds), mean(seconds[-20:]), mean(metrics.known("tokens_per_second")),
         )  # fmt: skip
+
+    @functools.cached_property
+    def last_seconds(self) -> dict[str, float]:
+        """Seconds of the save and the evaluation after the last step, from the trace: phase -> seconds.
+
+        The row of the next step has these times, so ``metrics`` lacks them after the last step.
+        """
+        steps = self.metrics.steps
+        return sum_spans(self.folder, steps[-1] + 1, AFTER_STEP) if steps else {}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from grpo_recipes.console.report.chart import (
     split_rows,
 )
 from grpo_recipes.console.report.page import format_number
-from grpo_recipes.console.report.read import Group, RunRecord, Table
+from grpo_recipes.console.report.read import AFTER_STEP, Group, RunRecord, Table
 from grpo_recipes.process.reports import plural
 from grpo_recipes.recipe.extensions import parts
 from grpo_recipes.runs.health import drop_missing
@@ -245,13 +245,15 @@ def _find_unscored_names(metrics: Table) -> dict[str, str]:
     return labels | ({"rewards/no_verdict": "any reward"} if "rewards/no_verdict" in labels else {})
 
 
-def make_phase_chart(metrics: Table) -> Chart | None:
+def make_phase_chart(metrics: Table, last_seconds: Mapping[str, float]) -> Chart | None:
     """Return the chart of seconds per step as stacked areas of the phases, or None if no phase was timed.
 
     The first phase is at the bottom. The axis ends below a few very long steps. Saves and evaluations run after a step,
-    and the next row has their seconds: the chart shows them at the step that they follow.
+    and the next row has their seconds: the chart shows them at the step that they follow. ``last_seconds`` has the
+    seconds after the last step, by phase, if they are known.
     """
-    following = {name: [*metrics.column(name)[1:], None] for name in ("seconds/save", "seconds/evaluate")}
+    columns = {name: metrics.column(f"seconds/{name}") for name in AFTER_STEP}
+    following = {f"seconds/{name}": [*column[1:], last_seconds.get(name)] for name, column in columns.items()}
     metrics = replace(metrics, columns=metrics.columns | following)
     curves: list[Curve] = []
     above: list[float] = []

@@ -378,7 +378,9 @@ class LineChart {
   // Name and value of each shown curve at its point next to `x`, and the distance to the point in words.
   read(x) {
     return this.shown.flatMap((curve) => {
-      const xs = curve.xs(this.axis).map((value, index) => (Number.isNaN(curve.ys[index]) ? NaN : value));
+      const isUnknown = (index) => Number.isNaN(curve.ys[index]);
+      if (this.isStacked && isUnknown(nearest(curve.xs(this.axis), x))) return [];
+      const xs = curve.xs(this.axis).map((value, index) => (isUnknown(index) ? NaN : value));
       const index = nearest(xs, x);
       if (index < 0) return [];
       const span = curve.span(this.window);
