@@ -90,8 +90,10 @@ def test_smoothing_axis_and_logarithm_draw_the_charts_again(run: Path, results: 
 
 def test_notes_bands_and_ticks_follow_the_smoothing(run: Path, results: dict[str, Any]) -> None:
     smoothing, rows = results["smoothing"], rows_of(run)
-    first = "Lines are means over 5 steps. Faint: single steps."
-    assert smoothing["notes"] == [first, "Lines are not smoothed.", first]
+    means = "Lines are means over 5 steps around each point, fewer at the ends."
+    texts = "Training rewards in texts and tables are means of 5 steps: the first, the last or the best."
+    first = f"{means} Faint: single steps. {texts}"
+    assert smoothing["notes"] == [first, f"Lines are not smoothed. {texts}", first]
     assert smoothing["isMoved"] is smoothing["restored"] is True
     value, low, high = map(float, re.findall(r"training: (\S+) \((\S+) to (\S+)\)", smoothing["tip"])[0])
     assert value == pytest.approx(rows[-1]["reward"], rel=1e-3)
@@ -174,7 +176,8 @@ def test_a_comparison_hides_a_group_in_all_charts_shows_minutes_and_does_not_ran
     minutes = [sum(row["seconds/step"] for row in rows_of(run)) / 60 for run in runs[:2]]
     assert float(tip.splitlines()[0].removeprefix("min ")) == pytest.approx(sum(minutes) / 2, rel=1e-3)
     assert [name[:3] for name in result["sorted"]] == ["low"] * 3 + ["hig"] * 3
-    assert result["smoothing"] == ["Lines are means over 5 steps.", "5 steps", "Lines are not smoothed."]
+    means = "Lines are means over 5 steps around each point, fewer at the ends."
+    assert result["smoothing"] == [means, "5 steps", "Lines are not smoothed."]
     assert result["sections"][:3] == ["Differences", "Runs", "Curves"]
 
 

@@ -107,7 +107,9 @@ def test_all_groups_are_smoothed_over_the_number_of_steps_that_the_page_shows(tm
         (chart,) = (chart for chart in values["drawn"] if chart.title == title)
         for run, curve in zip(runs, chart.curves, strict=True):
             assert curve.line[10] == pytest.approx(sum(run.metrics.known("reward")[7:14]) / 7)
-    assert "Lines are means over 7 steps." in render_comparison_page(runs, tmp_path)
+    text = Page(render_comparison_page(runs, tmp_path)).text
+    assert "Lines are means over 7 steps around each point, fewer at the ends." in text
+    assert "Training rewards in texts and tables are means of 5 steps: the first, the last or the best." in text
 
 
 def test_a_group_is_drawn_as_mean_and_interval_over_its_seeds(tmp_path: Path) -> None:

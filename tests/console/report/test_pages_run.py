@@ -84,6 +84,7 @@ def test_the_first_screen_says_whether_it_worked(tmp_path: Path) -> None:
     first = page.text[: page.text.index("Curves")]
     assert "✓ completed" in first and "smoke" not in first
     assert re.search(r"Reward rose from 0\.2\d\d to 0\.6\d\d over 60 steps\.", first)
+    assert "Training rewards in texts and tables are means of 5 steps: the first, the last or the best." in page.text
     assert "60 of 60" in first and "1 restart" in first and "9 min" in first and "512 completions per step" in first
     assert "Qwen/Qwen2.5-1.5B-Instruct" in first and "openai/gsm8k" in first and "0123456789" in first
     assert f"grpo, 7 {TIMES} cuda, completions from a vLLM server" in first and "2026-11-20 10:15" in first

@@ -17,7 +17,7 @@ from grpo_recipes.console.report.chart import Chart, choose_window, make_clock, 
 from grpo_recipes.console.report.page import BASELINES, ENOUGH_SEEDS, format_mean, render
 from grpo_recipes.console.report.read import Group, RunRecord, read_run
 from grpo_recipes.paths import display_path
-from grpo_recipes.runs.health import finite_number
+from grpo_recipes.runs.health import AVERAGED_STEPS, finite_number
 from grpo_recipes.runs.metric import Metric
 from grpo_recipes.runs.rundir import write_atomically
 from grpo_recipes.stats import score_names, t_interval_half_width
@@ -168,7 +168,7 @@ def compare_groups(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
         same = run_charts.find_common_constants([run.metrics for run in runs], names)
         charts += [draw(groups, name) for name in names if name not in same]
     return {
-        "groups": groups, "window": window,
+        "groups": groups, "window": window, "averaged_steps": AVERAGED_STEPS,
         "clocks": [make_clock([run.metrics for run in group.runs], window) for group in groups],
         "headline": make_comparison_headline(groups, ranked=is_ranked(facts)),
         "warnings": [(_WARNINGS[name], values) for name, values in facts.items() if name in _WARNINGS],

@@ -307,7 +307,7 @@ function makeToolbar() {
     const hasFixedBands = !isFirst && charts.some((chart) => chart.curves.some((curve) => curve.isBandFixed));
     if (!means) return;
     behind.hidden = view.window === 1;
-    means.textContent = view.window === 1 ? "Lines are not smoothed." : `Lines are means over ${view.window} steps.`;
+    means.textContent = view.window === 1 ? "Lines are not smoothed." : `Lines are means over ${view.window} steps around each point, fewer at the ends.`;
     if (hasFixedBands) means.textContent += ` Intervals are only drawn ${view.firstWindow === 1 ? "without smoothing" : `over ${view.firstWindow} steps`}.`;
   };
   update();
