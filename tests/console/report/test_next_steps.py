@@ -73,7 +73,10 @@ def test_a_completed_run_without_a_sign_has_its_usual_next_steps(tmp_path: Path)
     titles = [card.title for card in cards_of(folder)]
     assert titles == ["Train longer", "Repeat it with other seeds"]
     summary: dict[str, Any] = {"benchmarks": {}}
-    titles = [card.title for card in cards_of(make_run(tmp_path / "flat", steps=60, lift=0.0, summary=summary))]
+    flat = make_run(tmp_path / "flat", steps=60, lift=0.0, summary=summary)
+    assert [card.title for card in cards_of(flat)] == ["Repeat it with other seeds"]  # it has evaluations
+    (flat / "eval.jsonl").unlink()
+    titles = [card.title for card in cards_of(flat)]
     assert titles == ["Evaluate the model", "Repeat it with other seeds"]
     solved = make_run(tmp_path / "solved", steps=12)
     rows = [json.loads(line) | {"reward": 1.5} for line in (solved / "metrics.jsonl").read_text().splitlines()]

@@ -166,7 +166,7 @@ def _list_usual_steps(run: RunRecord, folder: str, recipe: str) -> list[Card]:
         steps = int(2 * run.outcome.steps)
         text = "The reward still rises in the second half of the run."
         cards.append(Card("Train longer", text, "Reward", command=f"grpo launch {recipe} --max_steps {steps}"))
-    if not run.benchmarks:
+    if not run.benchmarks and not run.evals.steps:
         text = "Rewards of training prompts do not show how the model does on other prompts."
         cards.append(Card("Evaluate the model", text, command=f"grpo eval {folder}"))
     if run.plan.get("task") in _TASKS:
