@@ -67,6 +67,8 @@ def test_tokens_truncation_masks_and_advantages_of_turns_are_shown(tmp_path: Pat
     cut = {**two_samples()[0], "tokens": 512, "truncated": True}
     assert "tokens512" in (text := page_of(make_run(tmp_path, steps=1, samples=[cut])).text)
     assert "clipped at max_completion_length" in text and "truncated" not in text
+    page = (tmp_path / "math-20261120-101500" / "report.html").read_text()
+    assert 'class="completion up-side clipped"' in page and ".completion.clipped {" in page  # no plain success
     (game,) = game_samples(2)
     game["episode"]["turns"][0]["advantage"], game["episode"]["turns"][1]["advantage"] = 0.5, -0.5
     folder = make_run(tmp_path, "game-20261120-101503", steps=1, samples=[game])
