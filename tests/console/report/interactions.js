@@ -121,7 +121,7 @@ const actions = {
     return { folds, width, copied: [copied.length, page.querySelector(".reader .token-reading").textContent] };
   },
 
-  pin: async ({ page, all, seen, figure, click, press }) => {
+  pin: async ({ page, all, seen, figure, click, press, point }) => {
     const panel = page.querySelector(".reader"), reward = figure("Reward"), cursor = () => seen(".cursor.pinned[d]").length;
     const read = () => [panel.hidden, panel.querySelector("b").textContent, cursor() > 12];
     const before = panel.hidden;
@@ -140,7 +140,11 @@ const actions = {
     press(reward, "Enter");
     const keyed = panel.hidden;
     press(reward, "Escape");
-    return { before, first, next, middle, closed, listed, keyed: [keyed, panel.hidden] };
+    const phases = figure("Seconds per step");
+    point(phases, 1);
+    const layers = phases.querySelector(".tip").textContent.split("\n").map((line) => line.split(" ")[0]);
+    const hint = page.querySelector(".hint").textContent.split(" chart to ")[1];
+    return { before, first, next, middle, closed, listed, keyed: [keyed, panel.hidden], layers, hint };
   },
 
   filters: async ({ page, all, seen, set }) => {

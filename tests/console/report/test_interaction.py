@@ -125,6 +125,8 @@ def test_a_click_shows_the_completions_of_the_step(results: dict[str, Any]) -> N
         "closed": [True, 0],
         "listed": [True, ["1"]],
         "keyed": [False, True],
+        "layers": ["step", "sample:", "score:", "update:", "sync:"],  # not "save:", whose last seconds are unknown
+        "hint": "read a step and its completions.",
     }
 
 

@@ -19,7 +19,7 @@ from grpo_recipes.console.report.pages import try_write_report, write_report
 from grpo_recipes.console.report.read import read_run
 from grpo_recipes.console.report.run_charts import make_reward_chart
 from grpo_recipes.runs.checkpoints import publish_checkpoint
-from grpo_recipes.runs.rundir import write_json
+from grpo_recipes.runs.rundir import NO_REQUEUE, write_json
 from grpo_recipes.runs.trace import Trace
 
 from .synthetic_runs import make_run
@@ -125,6 +125,7 @@ def test_every_part_is_there(tmp_path: Path) -> None:
 
 def test_sampled_completions_stand_with_their_scores(tmp_path: Path) -> None:
     text = page_of(make_run(tmp_path)).text
+    assert "Each step shows the best and the worst completions of two prompts. One was also in the first step" in text
     step = text[text.index("Step 60") :]
     assert "mean reward 0." in step and "over 64 completions" in step
     for part in ("A train has 3 cars", "Reference answer 36", "reward1.5", "advantage+0.932", "format_tags0.5",
@@ -242,6 +243,14 @@ def test_how_it_ended_and_what_to_do(tmp_path: Path, summary: dict, parts: list[
     text = page_of(make_run(tmp_path, steps=12, summary=summary)).text
     for part in parts:
         assert part in text, part
+
+
+def test_a_stopped_run_names_grpo_stop_if_it_was_called(tmp_path: Path) -> None:
+    cause = "stopped on request after step 12; checkpoint saved"
+    folder = make_run(tmp_path, steps=12, summary={"status": "stopped", "exit_code": 75, "cause": cause})
+    assert "grpo stop" not in page_of(folder).text
+    (folder / NO_REQUEUE).touch()
+    assert f"Exit code 75: {cause} (requested by grpo stop)" in page_of(folder).text
 
 
 def test_with_a_checkpoint_a_failed_run_names_the_command_that_continues_it(tmp_path: Path) -> None:

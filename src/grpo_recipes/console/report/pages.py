@@ -30,7 +30,7 @@ from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.commands import format_launch_command, format_test_command
 from grpo_recipes.runs.endings import reward_fix
 from grpo_recipes.runs.health import AVERAGED_STEPS, Notice, find_notices, finite_number, percent
-from grpo_recipes.runs.rundir import BEST, TRACKED, Run, read_json, write_atomically
+from grpo_recipes.runs.rundir import BEST, NO_REQUEUE, TRACKED, Run, read_json, write_atomically
 from grpo_recipes.stats import compare_ends, score_names
 
 # Status -> its symbol, and the start of the sentence about the reward.
@@ -102,6 +102,7 @@ def render_run_page(
         launch_command=format_launch_command(Run(folder)),
         folder=folder, shown_folder=display_path(folder), silent=silent if probably_killed else 0.0,
         stop_requested=run.summary.get("exit_code") == EXIT_STOPPED,
+        has_stop_command=run.status == "stopped" and (run.folder / NO_REQUEUE).exists(),
         checkpoint=find_newest_complete(run.folder / "checkpoints"),
         started=re.sub(r"^(\d{4})(\d\d)(\d\d)-(\d\d)(\d\d)\d\d$", r"\1-\2-\3 \4:\5", stamp),
         notices=describe_gaps(run), cards=make_cards(run, folder, collect_notices(run)),

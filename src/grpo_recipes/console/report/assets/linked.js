@@ -292,7 +292,8 @@ function makeToolbar() {
 
   const hint = document.createElement("p");
   hint.className = "note hint";
-  hint.textContent = matchMedia("(hover: none)").matches ? "Tap a chart to read its step." : "Drag to zoom. Click a chart to read its step.";
+  const target = document.querySelector(".steps .step") ? "read a step and its completions" : "read a step";
+  hint.textContent = matchMedia("(hover: none)").matches ? `Tap a chart to ${target}.` : `Drag to zoom. Click a chart to ${target}.`;
   bar.append(hint);
   (document.querySelector(".clocks")).after(bar);
 
