@@ -183,7 +183,26 @@ def test_runs_of_different_lengths_are_not_ranked(tmp_path: Path) -> None:
     text = Page(render_comparison_page(runs_of(tmp_path, {"steps": 30}, {"steps": 20, "lift": 0.0}), tmp_path)).text
     assert "different numbers of steps, so final rewards are not ranked. run0: 30; run1: 20." in text
     assert "run0 against run1" in text and "distinguishable" not in text and "ends highest" not in text
-    assert "finished steps3020" in text
+    assert "finished steps" not in text  # a result, not a difference between the settings
+
+
+def test_smoke_tests_uncommitted_changes_and_single_seeds_are_told(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, {"steps": 5}, {"steps": 5, "summary": {"smoke": True}})
+    for run in runs:
+        run.identity["code"]["dirty"] = True
+    text = Page(render_comparison_page(runs, tmp_path)).text
+    assert "Some runs are smoke tests, not experiments: run1." in text
+    assert "All runs used code with uncommitted changes." in text
+    assert "Each setting has one seed, so differences may be chance." in text
+    text = Page(render_comparison_page(seeds(tmp_path, "base", 2, steps=5), tmp_path)).text
+    assert "smoke" not in text and "uncommitted" not in text and "one seed" not in text
+
+
+def test_the_columns_of_the_table_of_runs_are_explained(tmp_path: Path) -> None:
+    page = Page(render_comparison_page(runs_of(tmp_path, {"steps": 30}, {"steps": 30}), tmp_path))
+    assert re.search(r"0\.\d+ at step \d+", page.text)
+    assert "reward: the means of the first and the last 5 steps. evaluation: the last evaluation's reward." in page.text
+    assert "best: the highest mean reward of 5 steps in a row, and the last of these steps." in page.text
 
 
 def test_a_metric_with_one_value_in_all_runs_is_a_line_of_text(tmp_path: Path) -> None:

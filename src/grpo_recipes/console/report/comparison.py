@@ -54,6 +54,11 @@ _WARNINGS = {
     "finished steps": "The runs have different numbers of steps, so final rewards are not ranked.",
     "completions per step": "The runs have different numbers of completions per step: compare by time.",
 }
+# End of a sentence about runs -> whether it applies to a run.
+_CAVEATS: dict[str, Callable[[RunRecord], Any]] = {
+    "are smoke tests, not experiments": lambda run: run.summary.get("smoke"),
+    "used code with uncommitted changes": lambda run: run.identity.get("code", {}).get("dirty"),
+}
 
 
 _UNRANKED = ("rewards", "finished steps")  # facts that must not differ for a ranking
@@ -172,12 +177,27 @@ def compare_groups(groups: Sequence[Group], folder: Path) -> dict[str, Any]:
         "clocks": [make_clock([run.metrics for run in group.runs], window) for group in groups],
         "headline": make_comparison_headline(groups, ranked=is_ranked(facts)),
         "warnings": [(_WARNINGS[name], values) for name, values in facts.items() if name in _WARNINGS],
+        "caveats": describe_caveats(groups),
         "drawn": [chart for chart in charts if chart], "same": same,
         "names": dict(zip((run.folder for run in runs), shorten_names([run.folder.name for run in runs]), strict=True)),
         "reports": link_reports(runs, folder), "columns": list(dict.fromkeys(columns)),
         "baselines": [(BASELINES[name], scores) for name, scores in baselines.items() if scores],
-        "keys": find_differing_keys(groups), "facts": facts,
+        "keys": find_differing_keys(groups),
+        "facts": {name: values for name, values in facts.items() if name != "finished steps"},  # not a setting
     }  # fmt: skip
+
+
+def describe_caveats(groups: Sequence[Group]) -> list[str]:
+    """Return sentences on what limits the conclusions: smoke tests, uncommitted changes, a single seed per group."""
+    sentences = []
+    for text, applies in _CAVEATS.items():
+        labels = [group.label for group in groups if any(applies(run) for run in group.runs)]
+        if labels:
+            is_all = all(applies(run) for group in groups for run in group.runs)
+            sentences.append(f"All runs {text}." if is_all else f"Some runs {text}: {', '.join(labels)}.")
+    if len(groups) > 1 and all(len(group.runs) == 1 for group in groups):
+        sentences.append("Each setting has one seed, so differences may be chance.")
+    return sentences
 
 
 def make_comparison_headline(groups: Sequence[Group], ranked: bool) -> str:
