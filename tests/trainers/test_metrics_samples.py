@@ -117,10 +117,12 @@ def test_a_row_holds_texts_scores_and_advantages(tmp_path: Path) -> None:
         "reward": 1.5,
         "rewards": {"a": 1.0, "b": 1.0},
         "advantage": 0.7071,
+        "group_rewards": [1.5, 0.8333],
         "tokens": 2,
         "truncated": False,
         "token_view": {"text": " the</s>", "lengths": "4 4", "advantages": "2:0.7071"},
     }
+    assert [sample["group_rewards"] for sample in row["samples"]][2:] == [[None, 0.5]] * 2
     lengths = [(sample.get("tokens"), sample.get("truncated")) for sample in row["samples"]]
     assert lengths == [(2, False), (3, True), (None, None), (2, False)]
     assert [sample["answer"] for sample in row["samples"]] == ["36", "36", "7", "7"]

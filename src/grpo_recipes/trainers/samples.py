@@ -40,7 +40,8 @@ def write_samples(
     recurring = next((start for start in starts if _format_text(prompts[start], roles=True) in first_prompts), 0)
     samples = []
     for row in choose_rows(totals, group_size, len(answers), trainer.args.report_samples, recurring):
-        answer = answers[row - row % group_size]
+        start = row - row % group_size
+        answer = answers[start]
         extent: dict[str, Any] = {}
         if episodes:
             extent = {"episode": _shorten_episode(episodes[row])}
@@ -55,6 +56,7 @@ def write_samples(
                 "reward": totals[row],
                 "rewards": dict(zip(names, map(_round_or_none, rewards_BR[row].tolist()), strict=True)),
                 "advantage": _round_or_none(advantages[row]),
+                "group_rewards": totals[start : start + group_size],
                 **extent,
                 **_record_tokens(trainer, completion_ids, output, row),
             }

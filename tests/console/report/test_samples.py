@@ -58,6 +58,13 @@ def test_the_page_shows_a_prompt_at_its_first_and_last_step(tmp_path: Path) -> N
     assert "The same prompt at the first and the last step" in section
     assert section.count("1 + 1") == 1 and "2 + 2" not in section
     assert section.index("Step 1") < section.index("it is 3") < section.index("Step 3") < section.index("it is 2")
+    assert "over 8 completions" not in text
+    before, after = (ask("1 + 1", "x") | {"group_rewards": rewards} for rewards in ([1.0] * 7 + [None], [0.0, 0.5] * 4))
+    write_samples(folder / "samples.jsonl", [before], [ask("2 + 2", "x")], [after])
+    text = page_of(folder).text
+    section = text[text.index("First and last step") :]
+    shown = re.findall(r"Group: mean reward (\S+) over (\d+) completions", section)
+    assert shown == [("1", "7"), ("0.25", "8")] * 2  # the pair, and the steps
     write_samples(folder / "samples.jsonl", [ask("1 + 1", "it is 3")], [ask("2 + 2", "x")])
     text = page_of(folder).text
     assert "No sampled prompt recurs" in text

@@ -16,6 +16,7 @@ from grpo_recipes.console.report.page import render_fragment
 from grpo_recipes.console.report.read import Scored, read_scored_rows
 from grpo_recipes.console.report.tokens import read_tokens
 from grpo_recipes.console.report.transcripts import Transcript, read_transcript
+from grpo_recipes.runs.health import drop_missing, finite_number
 
 _MAX_STEPS, _MAX_MARKUP = 24, 155_000  # limits of the completions on a page: number of steps, and characters
 _TOKEN_LIMITS = (512, 256, 128, 64, 32)  # shown tokens of each completion, at most
@@ -31,6 +32,13 @@ class SampledGroup:
 
     key: Key  # the prompt and, for an episode, its environment and seed
     samples: list[Shown]
+
+    @property
+    def rewards(self) -> list[float]:
+        """The rewards of all completions of the prompt in this step that have a score; [] in old runs."""
+        sample, _ = self.samples[0]
+        rewards = sample.get("group_rewards")
+        return drop_missing(map(finite_number, rewards)) if isinstance(rewards, list) else []
 
 
 @dataclass(frozen=True)
