@@ -14,6 +14,7 @@ import pytest
 from ledgers import read_left_out
 from whole_runs import (
     COMMITS,
+    DAY,
     DAYS,
     LEFT_OUT,
     LONG_RUNS,
@@ -48,7 +49,7 @@ def test_a_commit_concerns_the_tests_that_it_changes_and_those_of_its_source_fil
 
 def test_files_of_new_commits_come_first_and_long_runs_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whole_runs.read_recent_changes", lambda: [{"tests/e2e/test_ports.py"}, {"lora"}])
-    monkeypatch.setattr("whole_runs.time", SimpleNamespace(time=lambda: DAYS * 5000 * 86400.0))
+    monkeypatch.setenv(DAY, str(DAYS * 5000))
     today, other = LONG_RUNS[0], LONG_RUNS[1]
     files = (other, "e2e/test_eval.py", "trainers/test_ahead.py", today, "e2e/test_lora.py", "e2e/test_ports.py")
     order = sorted((TESTS / file for file in files), key=sort_key)
@@ -61,8 +62,8 @@ def test_files_of_new_commits_come_first_and_long_runs_in_turns(monkeypatch: pyt
 def test_the_order_of_the_other_files_changes_every_day(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whole_runs.read_recent_changes", lambda: [])
     files, orders = [TESTS / f"e2e/test_{number}.py" for number in range(20)], set()
-    for day in (20_000, 20_000.5, 20_001):
-        monkeypatch.setattr("whole_runs.time", SimpleNamespace(time=lambda day=day: day * 86400))
+    for day in (20_000, 20_000, 20_001):
+        monkeypatch.setenv(DAY, str(day))
         orders.add(tuple(sorted(files, key=sort_key)))
     assert len(orders) == 2
 

@@ -35,22 +35,16 @@ LONG_RUNS = (
 DAYS = 4  # in which each of them comes early
 # Folders and files of quick tests that take longest: the processes of pytest then end at about the same time.
 LONGEST = (
-    "docs",
-    "trainers",
-    "evidence",
-    "bench",
-    "data",
-    "fetch",
-    "launch",
-    "setup",
-    "evaluate",
-    "test_wrong_recipes.py",
-)
+    "docs", "trainers", "evidence", "bench", "data", "fetch", "launch", "setup", "evaluate", "test_wrong_recipes.py",
+)  # fmt: skip
+# Processes of pytest-xdist inherit the day, because they must agree on the order also at midnight.
+DAY = "GRPO_TEST_DAY"
+os.environ.setdefault(DAY, str(int(time.time() // 86400)))
 
 
 def sort_key(path: Path) -> tuple[int, int, int, bytes]:
     """Return the place of a test file: by the commits that concern it, by its turn, ``LONGEST`` and the day."""
-    day, name = int(time.time() // 86400), str(path.relative_to(TESTS))
+    day, name = int(os.environ[DAY]), str(path.relative_to(TESTS))
     turn = 1
     if name in LONG_RUNS:
         turn = 0 if LONG_RUNS.index(name) % DAYS == day % DAYS else 2
