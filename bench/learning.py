@@ -1,4 +1,4 @@
-"""Measure whether the recipes of tools, programs and judges learn, over seeds, on CPU.
+"""Measure whether the recipes of programs and judges learn, over seeds, on CPU.
 
     python bench/learning.py [CASE...] [--seeds 1 2 3 4]
 
@@ -7,9 +7,6 @@ The cases:
 * ``judge``: recipes/examples/judge.yaml with a fake judge that fails 30 % of all requests. It grades 10 if the
   completion contains the reference answer. A failed request is repeated once.
 * ``code``: recipes/smoke/code.yaml (needs bubblewrap).
-* ``no tools``: recipes/environments/tools_smoke.yaml without its tools. The prices are only in a table that the model
-  can't read then, so that it can only guess.
-* ``tools``: the same recipe with its tools.
 
 Each ``grpo launch`` adds a row to bench/results/learning.jsonl: the mean rewards of the first and the last ``OVER``
 steps, the fraction of unscored completions, the rewards of evaluations, and the status. Failed runs get a row too.
@@ -43,13 +40,9 @@ OUT = find_code_root() / "bench/results/learning.jsonl"
 OVER = 5  # steps of a mean reward
 FAILING = 0.3  # share of the judge's requests that fail
 JUDGE_KEYS = ("--judge_prompt", "Solution: {answer}\nAnswer: {completion}", "--judge_retries", "1")
-TOOL_KEYS = ("tools", "max_tool_calls", "environment_turn_length")
-TOOLS = "recipes/environments/tools_smoke.yaml"
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # recipe and flags
     "judge": ("recipes/examples/judge.yaml", JUDGE_KEYS),
     "code": ("recipes/smoke/code.yaml", ()),
-    "no tools": (TOOLS, tuple(word for key in TOOL_KEYS for word in ("--unset", key))),
-    "tools": (TOOLS, ()),
 }
 
 

@@ -48,10 +48,10 @@ def test_a_further_call_makes_only_the_missing_runs(
         return {**row, "seconds": 1.0}
 
     monkeypatch.setattr(learning, "measure", measure)
-    for words in (["code", "--seeds", "1"], ["code", "tools", "--seeds", "1", "2"]):
+    for words in (["code", "--seeds", "1"], ["code", "judge", "--seeds", "1", "2"]):
         monkeypatch.setattr(sys, "argv", ["learning.py", *words, "--out", str(out)])
         learning.main()
-    assert runs == [("code", 1), ("code", 2), ("tools", 1), ("tools", 2)]
+    assert runs == [("code", 1), ("code", 2), ("judge", 1), ("judge", 2)]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["case"], row["seed"]) for row in rows] == runs and all(row["commit"] for row in rows)
 
@@ -59,5 +59,4 @@ def test_a_further_call_makes_only_the_missing_runs(
 def test_the_flags_of_each_case_fit_its_recipe(learning: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(HOME)
     recipes = {case: read_recipe(HOME / path, flags) for case, (path, flags) in learning.CASES.items()}
-    assert recipes["tools"]["tools"] and not recipes["no tools"]["tools"]
-    assert recipes["judge"]["judge_retries"] == 1
+    assert list(recipes) == ["judge", "code"] and recipes["judge"]["judge_retries"] == 1
