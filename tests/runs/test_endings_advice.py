@@ -8,7 +8,7 @@ import pytest
 
 from grpo_recipes.rewards.load import copy_reward_files
 from grpo_recipes.runs.checkpoints import publish_checkpoint
-from grpo_recipes.runs.endings import advice, ending, reward_fix
+from grpo_recipes.runs.endings import advice, ending, find_reward_fix
 from grpo_recipes.runs.rundir import Run, write_json
 
 
@@ -115,7 +115,10 @@ def test_after_a_reward_failed_a_resume_takes_the_edited_file(failed, tmp_path):
     test = "with grpo check-rewards recipe.yaml"
     assert advice(run, run.cause) == f"fix own.py (not the run's copy) and test it {test}, {resume}"
     assert ending(run).fix == advice(run, run.cause), "doctor says it too"
-    assert reward_fix(run, run.cause) == advice(run, run.cause), "the report shows it too"
+    pairs = find_reward_fix(run, run.cause)
+    assert "".join(text + command for text, command in pairs) == advice(run, run.cause), "the report shows it too"
+    commands = ["grpo check-rewards recipe.yaml", f"grpo launch --resume runs/{run.folder.name} --update-rewards"]
+    assert [command for _, command in pairs] == commands
     (tmp_path / "own.py").write_text("def score(completions): return [1.0]\n")
     assert advice(run, run.cause) == f"test own.py, which has changed since this run's copy, {test}, {resume}"
 

@@ -152,7 +152,7 @@ def ending(run: Run) -> Finding:
         return ok(f"{observation}; Slurm starts it again")
     if status == "stopped":
         return warning(observation, f"continue with {resume}")
-    return problem(observation, reward_fix(run, run.cause) or f"fix the problem first (see below), then {resume}")
+    return problem(observation, _join_reward_fix(run, run.cause) or f"fix the problem first (see below), then {resume}")
 
 
 def checkpoints(run: Run) -> Finding:
@@ -277,36 +277,40 @@ def _find_messages(text: str) -> list[Message]:
     return [message for message in MESSAGES if re.search(message.pattern, text)]
 
 
-def reward_fix(run: Run, cause: str) -> str:
-    """Return the fix, as text for the user, if ``cause`` says that a user reward or a reward's server ended the run.
+def find_reward_fix(run: Run, cause: str) -> list[tuple[str, str]]:
+    """Return the fix if ``cause`` says that a user reward or a reward's server ended the run, otherwise an empty list.
 
-    Otherwise return an empty text.
-
-    The run uses its copy of the reward's file. The user edits the file itself, and a flag of the resume updates the
-    copy.
+    The fix is pairs of a text and the command that follows it. The run uses its copy of the reward's file. The user
+    edits the file itself, and a flag of the resume updates the copy.
     """
     failed = re.search(r"(?:RewardFailed|TooManyWithoutVerdict).*?[Rr]eward '([^']+)'", cause)
     if failed is None or (":" not in failed[1] and NO_ANSWER not in cause):
-        return ""
-    file, resume = failed[1].rpartition(":")[0] or failed[1], f"resume: grpo launch --resume {shell_path(run.folder)}"
-    launch, test = "start a new run", format_test_command(run)
+        return []
+    file = failed[1].rpartition(":")[0] or failed[1]
+    launch, resume, flags = "start a new run", "resume", ""
     if variable := re.search(r"(?:set|write) reward_environment: \[(\w+)\]", cause):
-        edit = f"export {variable[1]} before the launch and test the reward with {test}"
-        resume = f"{resume} --reward_environment {variable[1]}"
+        edit = f"export {variable[1]} before the launch and test the reward"
+        flags = f" --reward_environment {variable[1]}"
     elif NO_ANSWER in cause:
-        edit = f"start the server that {file} calls, or correct its address, and test it with {test}"
+        edit = f"start the server that {file} calls, or correct its address, and test it"
     elif not file.endswith(".py"):
-        edit = f"fix {file} and test it with {test}"
+        edit = f"fix {file} and test it"
     else:
-        edit = f"fix {file} (not the run's copy) and test it with {test}"
-        launch, resume = f"{launch}, which copies it again", f"copy it again and {resume} --update-rewards"
+        edit, flags = f"fix {file} (not the run's copy) and test it", " --update-rewards"
+        launch, resume = f"{launch}, which copies it again", "copy it again and resume"
         with suppress(ConfigError):  # a damaged recipe.yaml
             if changed_copies(run.value("reward_funcs"), run.folder / REWARD_COPIES):
-                edit = f"test {file}, which has changed since this run's copy, with {test}"
+                edit = f"test {file}, which has changed since this run's copy,"
+    test = f"{edit} with ", format_test_command(run)
     if not list_complete_checkpoints(run.folder / "checkpoints"):
-        return f"{edit}, then {launch}, since there is no checkpoint: {format_launch_command(run)}"
+        return [test, (f", then {launch}, since there is no checkpoint: ", format_launch_command(run))]
     slow = ", or raise reward_timeout (--reward_timeout N)" if "time limit" in cause else ""
-    return f"{edit}{slow}, then {resume}"
+    return [test, (f"{slow}, then {resume}: ", f"grpo launch --resume {shell_path(run.folder)}{flags}")]
+
+
+def _join_reward_fix(run: Run, cause: str) -> str:
+    """Return the result of ``find_reward_fix`` as one text."""
+    return "".join(text + command for text, command in find_reward_fix(run, cause))
 
 
 def _find_lost_roles(run: Run, cause: str) -> list[str]:
@@ -323,7 +327,7 @@ def advice(run: Run, cause: str) -> str:
     There is always a fix; the last resort is to read the log. A known cause needs no file of the run, since files may
     be damaged, or missing after a full disk. Only if a server died, the reason is read from its log.
     """
-    if fix := reward_fix(run, cause):
+    if fix := _join_reward_fix(run, cause):
         return fix
     fixes = [message.fix for message in _find_messages(cause)]
     with suppress(ConfigError):  # a file is damaged

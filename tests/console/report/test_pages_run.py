@@ -524,17 +524,13 @@ def test_a_run_on_groups_of_atropos_shows_where_they_came_from_and_how(tmp_path:
     assert "Groups rejected" not in charts  # there were none
 
 
-def test_a_failed_reward_has_its_advice_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_recipes.console.report.pages.reward_fix", lambda run, cause: f"edit own.py: {cause}")
-    folder = make_run(tmp_path, steps=3, summary={"status": "failed", "cause": "a reward failed"})
-    assert "<p>Edit own.py: a reward failed.</p>" in write_report(folder).read_text()
-    test = "grpo check-rewards RECIPE"
-    monkeypatch.setattr("grpo_recipes.console.report.pages.format_test_command", lambda run: test)
-    fix = f"fix own.py and test it with {test}, then resume: grpo launch --resume 'my run'"
-    monkeypatch.setattr("grpo_recipes.console.report.pages.reward_fix", lambda run, cause: fix)
-    command = "<code>grpo launch --resume &#39;my run&#39;</code>"  # copy.js adds a button
-    page = f"<p>Fix own.py and test it with <code>{test}</code>, then resume: {command}</p>"
-    assert page in write_report(folder).read_text()
+def test_a_failed_reward_has_its_advice_on_the_page(tmp_path: Path) -> None:
+    cause = "rank 0: RewardFailed: reward 'own.py:score' raised ValueError: no"
+    folder = make_run(tmp_path / "my run", steps=3, summary={"status": "failed", "cause": cause})
+    recipe = f"&#39;{folder}/recipe.yaml&#39;"  # quoted for the shell, because the path has a space
+    edit = f"Fix own.py (not the run&#39;s copy) and test it with <code>grpo check-rewards {recipe}</code>"
+    launch = f"which copies it again, since there is no checkpoint: <code>grpo launch {recipe}</code>"
+    assert f"<p>{edit}, then start a new run, {launch}</p>" in write_report(folder).read_text()
 
 
 def test_the_save_and_the_evaluation_after_the_last_step_count_in_the_time(tmp_path: Path) -> None:

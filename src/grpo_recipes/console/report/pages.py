@@ -27,8 +27,8 @@ from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.process.reports import plural
 from grpo_recipes.runs.checkpoints import find_newest_complete
-from grpo_recipes.runs.commands import format_launch_command, format_test_command
-from grpo_recipes.runs.endings import reward_fix
+from grpo_recipes.runs.commands import format_launch_command
+from grpo_recipes.runs.endings import find_reward_fix
 from grpo_recipes.runs.health import AVERAGED_STEPS, Notice, find_notices, finite_number, percent
 from grpo_recipes.runs.rundir import BEST, NO_REQUEUE, TRACKED, Run, read_json, write_atomically
 from grpo_recipes.stats import compare_ends, score_names
@@ -98,7 +98,7 @@ def render_run_page(
         "run.html.j2",
         run=run, title=f"{folder.name}: {run.status}", name=folder.name, headline=make_headline(run), kind=kind,
         badges=[*badges, SMOKE_BADGE] if run.summary.get("smoke") else badges,
-        reward_fix=_split_reward_fix(Run(folder), str(run.summary.get("cause") or "")),
+        reward_fix=find_reward_fix(Run(folder), str(run.summary.get("cause") or "")),
         launch_command=format_launch_command(Run(folder)),
         folder=folder, shown_folder=display_path(folder), silent=silent if probably_killed else 0.0,
         stop_requested=run.summary.get("exit_code") == EXIT_STOPPED,
@@ -119,12 +119,6 @@ def render_run_page(
         tracked=read_wandb_address(run), polling=polling, clocks=[make_clock([run.metrics], choose_window(rows))],
         averaged_steps=AVERAGED_STEPS, best=read_json(run.folder / BEST), filter_values=read_filter_values(run),
     )  # fmt: skip
-
-
-def _split_reward_fix(run: Run, cause: str) -> list[str]:
-    """Return the fix of a reward that ended the run, as text, command, text and so on; [] for another cause."""
-    fix = reward_fix(run, cause)
-    return re.split(rf"({re.escape(format_test_command(run))}|grpo launch .*)", fix) if fix else []
 
 
 def read_filter_values(run: RunRecord) -> dict[str, list[list[Any]]]:
