@@ -43,6 +43,7 @@ def run_ranks(
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / str(rank) for rank in range(count)]
+        shared["TORCH_EXTENSIONS_DIR"] = str(Path(folder) / "compiled")
         ranks = [
             start_module(
                 module, *arguments, variables={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, output=output
@@ -57,6 +58,7 @@ def run_ranks(
                 rank.join()
         texts = [output.read_text() if output.exists() else "" for output in outputs]
         assert not any(rank.exitcode for rank in ranks), "\n".join(text[-3000:] for text in texts)
+        assert not Path(shared["TORCH_EXTENSIONS_DIR"]).exists(), "DeepSpeed compiled an operator"
         return texts
 
 
@@ -89,6 +91,8 @@ def start_fork_server() -> None:
 def become_module(module: str, arguments: tuple[str, ...], variables: dict[str, str], output: Path) -> None:
     """Run the module in this process, with its output in a file."""
     assert "trl" in sys.modules, "rank_imports was not imported: run it alone to see why"
+    from grpo_recipes.trainers.rank import skip_shared_memory_operator  # here, because pytest needs no torch for it
+
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -96,6 +100,7 @@ def become_module(module: str, arguments: tuple[str, ...], variables: dict[str, 
     os.environ.update(variables)
     sys.path.insert(0, str(TESTS))
     sys.argv = [module, *arguments]
+    skip_shared_memory_operator()
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
@@ -118,6 +123,4 @@ def variables_of(accelerator: str, count: int) -> dict[str, str]:
     if not args.use_deepspeed:
         return dict(prepare_multi_gpu_env(args))
     args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)  # as its command does
-    # DeepSpeed compiles its optimizers; the whole runs of e2e/ use the same folder.
-    compiled = str(TESTS.parent / ".cache" / "torch_extensions")
-    return {**prepare_deepspeed_cmd_env(args)[1], "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": compiled}
+    return {**prepare_deepspeed_cmd_env(args)[1], "DS_ACCELERATOR": "cpu"}

@@ -198,7 +198,6 @@ def test_a_mixture_of_experts_with_its_own_loss_is_fed_as_trl_does_it(
 @pytest.mark.parametrize("accelerator", ["multi_gpu", "zero2", "zero3", "fsdp2"])
 def test_ranks_whose_rows_differ_make_as_many_passes(tmp_path: Path, model: str, accelerator: str) -> None:
     """Otherwise the ranks would deadlock, or mix up the gradients of different parameters."""
-    # DeepSpeed compiles its Adam once.
     outputs = run_ranks("trainers.passes_of_ranks", model, str(tmp_path), accelerator=accelerator, seconds=540)
     assert all("the steps are those of padded rows" in output for output in outputs)
 

@@ -63,7 +63,6 @@ def test_a_checkpoint_without_the_reference_is_named(tmp_path: Path, model: str)
 @pytest.mark.slow
 @pytest.mark.parametrize("accelerator", ["zero3", "fsdp2"])
 def test_every_process_holds_its_part_of_the_initial_model(model: str, accelerator: str) -> None:
-    # DeepSpeed compiles its Adam once.
     outputs = run_ranks("trainers.sharded_reference", model, accelerator=accelerator, seconds=540)
     assert all("the reference is the initial model" in output for output in outputs)
 

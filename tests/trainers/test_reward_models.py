@@ -72,7 +72,7 @@ def test_two_ranks_equal_one(tmp_path: Path, model: str, scorer: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # DeepSpeed compiles its optimizer at the first use
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("accelerator", ["fsdp2", "zero3"])
 def test_ranks_with_sharded_models_get_the_scores_of_one(
     tmp_path: Path, model: str, scorer: str, accelerator: str

@@ -208,7 +208,6 @@ def test_ranks_that_share_a_teacher_take_the_steps_of_one(
     tmp_path: Path, model: str, teacher: str, accelerator: str
 ) -> None:
     expected = teacher_ranks.train(tmp_path / "one", model, teacher, ranks=1)
-    # DeepSpeed compiles its Adam once.
     outputs = run_ranks(
         "trainers.teacher_ranks", str(tmp_path / "two"), model, teacher, accelerator=accelerator, seconds=540
     )

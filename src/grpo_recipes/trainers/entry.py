@@ -45,6 +45,7 @@ def start_rank(run: Path, stop: StopRequest, configs: tuple[Any, ...]) -> tuple[
     Raise RuntimeError if the processes or the device differ from the plan of ``run``.
     """
     stop.listen()
+    rank.skip_shared_memory_operator()
     script_args, args, *others = TrlParser(configs, allow_abbrev=False).parse_args_and_config()
     rank.check_world(run, args.world_size, args.device.type)
     rank.wait_for_all_ranks(run, args.device)

@@ -5,6 +5,7 @@ compares its world with ``plan.json`` before it trains.
 """
 
 import datetime
+import importlib
 import json
 import os
 import re
@@ -225,6 +226,17 @@ def keep_outputs_as_computed(accelerator: Accelerator) -> None:
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
     if isinstance(policy := getattr(plugin, "mixed_precision_policy", None), MixedPrecisionPolicy):
         plugin.mixed_precision_policy = replace(policy, output_dtype=None)
+
+
+def skip_shared_memory_operator() -> None:
+    """Let DeepSpeed start on CPU without its operator for shared memory, which takes two minutes to compile.
+
+    DeepSpeed uses the operator only for inference and tensor parallelism.
+    """
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and os.environ.get("DS_ACCELERATOR") == "cpu":
+        # An import statement would return torch itself, which `deepspeed.comm` has under that name.
+        backend: Any = importlib.import_module("deepspeed.comm.torch")
+        backend.build_shm_op = lambda: None
 
 
 def allow_fsdp_on_cpu() -> None:
