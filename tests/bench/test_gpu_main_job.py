@@ -110,6 +110,22 @@ def test_a_command_that_fails_gives_the_line_with_its_fix(
         job.call("stage", ["sleep", "60"], job.Stage(), job.Machine((), tmp_path))
 
 
+def test_the_stage_of_the_offline_trainer_runs_its_checks(
+    job: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command itself runs in tests/e2e/test_offline_trainer.py."""
+    commands: list[list[str]] = []
+
+    def call(name: str, argv: list[str], stage: Any, machine: Any) -> None:
+        commands.append(argv)
+        (job.stage_folder(name, machine) / "output.txt").write_text("a line\n4/4 passed\n")
+
+    monkeypatch.setattr(job, "call", call)
+    result = job.run_stage("offline", job.Machine((), tmp_path))
+    assert result.status == "passed" and result.numbers == {"checks": "4/4 passed"}
+    assert commands == [[sys.executable, str(job.ROOT / "test_gpu_integration.py"), "--cpu"]]
+
+
 def test_a_gpu_environment_is_needed_without_the_flag_for_cpu() -> None:
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=100)
     assert done.returncode == 2 and done.stderr.splitlines()[-1].endswith(

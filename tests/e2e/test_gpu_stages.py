@@ -1,7 +1,8 @@
 """Stages of `make gpu` pass on CPU: each function of the script, and the kinds of launches.
 
 The other stages are launches with other keys. tests/bench/test_gpu_main_job.py plans all of them, and other whole runs
-train with these keys on CPU. `make gpu GPU_ARGS=--cpu` runs all.
+train with these keys on CPU. test_offline_trainer.py runs the command of the stage `offline`.
+`make gpu GPU_ARGS=--cpu` runs all.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def test_the_script_runs_a_stage_and_skips_another(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "stages",
-    [("engine", "update", "offline"), ("resume", "model_0.5b", "colocate", "ddp")],
+    [("engine", "update"), ("resume", "model_0.5b", "colocate", "ddp")],
     ids=lambda stages: "-".join(stages),
 )
 def test_the_stages_pass_on_cpu(
