@@ -6,9 +6,10 @@
 
 About two thirds of the processor time of a whole run of few steps go into imports, which are the same in each run. Here
 they happen once, in a template: the launcher is forked from it, the process guards are forked from the launcher, and
-the server and the trainer from the guards. They are real processes with their usual parents, sessions and signals. A
-forked process imports this project's modules again, and all others that the template has not imported. It has its own
-variables and command line, also in ``/proc``, its own random seeds, and only the open files that exec would leave.
+the server and the trainer from the guards. They are real processes with their usual parents, sessions and signals.
+The launcher, the guards, the servers and the trainers each have other copies of this project's modules, fresh from
+their import: a guard does not see what the launcher has changed in a module. A forked process has its own variables and
+command line, also in ``/proc``, its own random seeds, and only the open files that exec would leave.
 
 Some differences remain. Libraries have read their variables in the template, so a server or trainer whose variables
 differ in a name of ``_READ_ON_IMPORT`` is started by exec, like all programs that are not in ``_PROGRAMS``. An import
@@ -23,6 +24,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib
 import importlib.metadata
 import io
 import json
@@ -49,6 +51,16 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 _GUARD, _SERVER = "grpo_recipes.launch.processes", "grpo_recipes.server.serve"
 _PROGRAMS = {"grpo_recipes.launch.accelerate", _SERVER}
 _SCRIPTS = {"grpo.py", "maxent-grpo.py", "sft.py"}
+# What each kind of process imports of this project and of TRL.
+_LAUNCHER, _TRAINER = "launcher", "trainer"
+_IMPORTED = {
+    _LAUNCHER: ("grpo_recipes.cli.runs", "grpo_recipes.launch.run", "grpo_recipes.launch.resolve"),
+    _GUARD: (_GUARD,),
+    _SERVER: (_SERVER,),
+    _TRAINER: ("grpo_recipes.launch.accelerate", "grpo_recipes.trainers.entry", "grpo_recipes.trainers.maxent"),
+}
+_COPIED = {"grpo_recipes", "trl"}  # packages
+_HIDDEN = "vllm"  # from TRL, in trainers that have a server
 _FLAGS = {"-P", "-s", "-u"}  # flags of Python that a forked program can have
 # Prefixes of variables that libraries read when they are imported; a final space means the whole name.
 _READ_ON_IMPORT = (
@@ -160,8 +172,9 @@ class Template:
 class _State:
     """The state of the template after its imports, to which each forked process returns."""
 
-    def __init__(self, variables: dict[str, str]) -> None:
+    def __init__(self, variables: dict[str, str], copies: dict[str, dict[str, types.ModuleType]]) -> None:
         stat = _read_stat()
+        self.copies = copies  # of this project's modules, for each kind of process
         self.arguments_at, self.variables_at = stat[48], stat[50]  # addresses
         self.path = list(sys.path)
         self.modules = set(sys.modules)
@@ -319,6 +332,10 @@ def _forget_parent(program: _Program, argv: list[str], variables: dict[str, str]
             state.dropped_modules.append(sys.modules.pop(name))
     sys.path[:] = state.path
     kind, target, arguments = program
+    process_kind = _find_kind(target)
+    if process_kind != _TRAINER or hidden_packages == [_HIDDEN]:
+        sys.modules.update(state.copies[process_kind])
+        sys.modules.pop(target, None)  # it runs as __main__
     is_safe = "-P" in argv[1:5] or variables.get("PYTHONSAFEPATH")
     if kind == "script" and not is_safe:
         sys.path.insert(0, str(Path(target).resolve().parent))
@@ -329,13 +346,20 @@ def _forget_parent(program: _Program, argv: list[str], variables: dict[str, str]
     tempfile.tempdir = None
     random.seed()
     sys.modules["numpy"].random.seed()
-    if target not in _PROGRAMS and Path(target).name not in _SCRIPTS:  # the launcher and the guards do not use torch
+    if process_kind in (_LAUNCHER, _GUARD):  # they do not use torch
         return
     if target == _SERVER:
         os.environ.update({name: value for name, value in state.added_variables.items() if name not in variables})
     torch = sys.modules["torch"]
     torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     torch._dynamo.config.disable = variables.get("TORCHDYNAMO_DISABLE") == "1"
+
+
+def _find_kind(target: str) -> str:
+    """Return the key of ``_IMPORTED`` for a program's module or script."""
+    if target in _IMPORTED:
+        return target
+    return _TRAINER if target in _PROGRAMS or Path(target).name in _SCRIPTS else _LAUNCHER
 
 
 def _write_proc_fields(argv: list[str], variables: dict[str, str], state: _State) -> None:
@@ -406,7 +430,7 @@ def _run(program: _Program) -> NoReturn:
 
 
 def _import_libraries() -> None:
-    """Import what servers and trainers import, except TRL, which looks for vLLM while it is imported."""
+    """Import the libraries of servers and trainers, except TRL."""
     import accelerate.commands.launch  # noqa: F401
     import datasets  # noqa: F401
     import deepspeed  # noqa: F401
@@ -422,10 +446,31 @@ def _import_libraries() -> None:
     import vllm.v1.executor.multiproc_executor
     import vllm.v1.worker.cpu_worker  # noqa: F401
     import wandb  # noqa: F401
+    from vllm.platforms.cpu import CpuPlatform
+
+    # vLLM's workers replace kernels in all modules, which takes 0.4 s where so many are imported. Here it happens once.
+    CpuPlatform.register_triton_kernel_overrides()
+    CpuPlatform.register_triton_kernel_overrides = classmethod(lambda _: None)  # type: ignore[method-assign, assignment]
 
     # TRL reads the metadata of all packages for this while it is imported.
     packages = importlib.metadata.packages_distributions()
     importlib.metadata.packages_distributions = lambda: packages
+
+
+def _import_copies() -> dict[str, dict[str, types.ModuleType]]:
+    """Import this project's modules for each kind of process, and return them; ``sys.modules`` does not keep them."""
+    copies = {}
+    for kind, names in _IMPORTED.items():
+        hidden = {}
+        if kind == _TRAINER:
+            hidden = {name: module for name, module in sys.modules.items() if name.split(".")[0] == _HIDDEN}
+            sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # Python takes None for a missing module
+        for name in names:
+            importlib.import_module(name)
+        sys.modules.update(hidden)
+        copied = [name for name in sys.modules if name.split(".")[0] in _COPIED]
+        copies[kind] = {name: sys.modules.pop(name) for name in copied}
+    return copies
 
 
 def _serve(address: str, ready_writer: int, parent: int) -> None:
@@ -434,10 +479,11 @@ def _serve(address: str, ready_writer: int, parent: int) -> None:
     variables = dict(os.environ)
     gc.disable()
     _import_libraries()
+    copies = _import_copies()
     gc.collect()
     gc.freeze()
     gc.enable()
-    state = _State(variables)
+    state = _State(variables, copies)
     state.files.discard(ready_writer)
     state.record_exit_functions()
     _patch_process_titles(state)
