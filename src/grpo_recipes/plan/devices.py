@@ -21,7 +21,7 @@ from grpo_recipes.errors import ConfigError, config_error, translate_errors
 from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.keys import catalogue_trl
 from grpo_recipes.recipe.registry import built_for_cpu
-from grpo_recipes.recipe.tasks import added_task, group_size
+from grpo_recipes.recipe.tasks import added_task
 from grpo_recipes.slurm.client import SlurmJob, read_slurm_job
 
 ONE_GPU_BRIDGES = ("file", "lora", "shared")  # weight sync methods that work with server and rank 0 on one GPU
@@ -381,7 +381,8 @@ def derive_batch(recipe: Recipe, trainers: int) -> Batch:
     trainers that divides the batch, and ``per_device_train_batch_size`` is the upper limit of a forward pass. Without
     ``prompts_per_step``, all ``trainers`` are used, and TRL's keys have the same meaning as in TRL.
     """
-    group, per_device = group_size(recipe), recipe.batch.per_device_train_batch_size
+    added, per_device = added_task(recipe), recipe.batch.per_device_train_batch_size
+    group = 1 if added else recipe.batch.num_generations  # a task without sampling has one row for each prompt
     if group is None:
         raise config_error(recipe.source("num_generations"), "num_generations is empty", "set num_generations: 8")
     if recipe.batch.prompts_per_step is not None:
@@ -400,7 +401,7 @@ def derive_batch(recipe: Recipe, trainers: int) -> Batch:
             raise config_error(recipe.source("num_generations"), f"{product} are not whole groups of {group}", fix)
     prompt, completion = recipe.data.max_prompt_length, recipe.sampling.max_completion_length
     longest = prompt + completion if prompt and completion else None
-    if added := added_task(recipe):
+    if added:
         longest = recipe[added.length_key]
     tokens = completions * longest if longest else None
     return Batch(completions, group, trainers, per_device, accumulation, tokens)

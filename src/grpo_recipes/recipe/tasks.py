@@ -92,11 +92,6 @@ def entry_of(recipe: Recipe) -> str:
     return recipe.entry or (added.entry if added else ENTRIES[task_of(recipe)])
 
 
-def group_size(recipe: Recipe) -> int:
-    """Return the rows of a step for each prompt: ``num_generations``, or 1 in a task without sampling."""
-    return 1 if added_task(recipe) else recipe.batch.num_generations
-
-
 def task_of(recipe: Recipe) -> str:
     """Return the task of a recipe from ``with_task``: an extension's, "maxent" if it sets an objective, else "grpo"."""
     if added := added_task(recipe):
