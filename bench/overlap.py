@@ -32,9 +32,10 @@ from made_by import append_record, begin
 from overlap_task import TASKS, Task
 from transformers import AutoTokenizer, PrinterCallback
 
+from grpo_recipes.launch.readiness import wait_until_ready
 from grpo_recipes.paths import cache_root, find_code_root
 from grpo_recipes.plan.commands import base_environment, run_environment, server_command, server_environment
-from grpo_recipes.plan.ports import is_port_free, wait_until_ready
+from grpo_recipes.plan.ports import is_port_free
 from grpo_recipes.process.scratch import make_scratch
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.configs import GRPOConfig

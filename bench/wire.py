@@ -40,9 +40,10 @@ from made_by import begin, write_record
 from trl.generation.vllm_client import VLLMClient
 
 from grpo_recipes import smoke
+from grpo_recipes.launch.readiness import wait_until_ready
 from grpo_recipes.paths import cache_root, find_code_root
 from grpo_recipes.plan.commands import base_environment, run_environment, server_command, server_environment
-from grpo_recipes.plan.ports import is_port_free, wait_until_ready
+from grpo_recipes.plan.ports import is_port_free
 from grpo_recipes.process.scratch import make_scratch
 from grpo_recipes.recipe import read_recipe
 from grpo_recipes.recipe.configs import GRPOConfig

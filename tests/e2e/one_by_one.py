@@ -15,11 +15,12 @@ import psutil
 import pytest
 from real_runs import clean_environment, smoke_model
 
+from grpo_recipes.launch.readiness import wait_until_ready
 from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.commands import base_environment, run_environment, with_processes
 from grpo_recipes.plan.devices import find_resources
 from grpo_recipes.plan.plan import make_plan
-from grpo_recipes.plan.ports import choose_free_ports, plan_ports, wait_until_ready
+from grpo_recipes.plan.ports import choose_free_ports, plan_ports
 from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.process.scratch import make_scratch
 from grpo_recipes.process.tree import descendants

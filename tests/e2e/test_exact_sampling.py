@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from one_by_one import Bench
 
-from grpo_recipes.plan.ports import Activity, read_activity
+from grpo_recipes.launch.readiness import Activity, read_activity
 from grpo_recipes.runs.rundir import stop_file
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.weights.file import FileClient

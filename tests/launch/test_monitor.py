@@ -26,7 +26,7 @@ from grpo_recipes.launch.monitor import (
 )
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import find_rank_pids
-from grpo_recipes.plan.ports import Activity
+from grpo_recipes.launch.readiness import Activity
 from grpo_recipes.process.tree import is_stopped
 from grpo_recipes.runs.health import ENOUGH_STEPS
 from grpo_recipes.runs.progress import Phase, read_phases

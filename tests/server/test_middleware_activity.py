@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.plan.ports import Activity, read_activity
+from grpo_recipes.launch.readiness import Activity, read_activity
 from grpo_recipes.server.middleware import ACTIVITY_PATH, ReportActivity
 
 

@@ -20,8 +20,9 @@ from grpo_recipes.errors import EXIT_STOPPED
 from grpo_recipes.launch.attempt import Attempt
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Child, Ending, Group, find_newest_model, find_rank_pids
+from grpo_recipes.launch.readiness import Activity, read_activity
+from grpo_recipes.launch.walltime import Walltime, read_signal_lead
 from grpo_recipes.paths import display_path
-from grpo_recipes.plan.ports import Activity, read_activity
 from grpo_recipes.plan.time_limits import SAVE_MULTIPLE
 from grpo_recipes.process.listeners import OwnListener
 from grpo_recipes.process.reports import print_line, say
@@ -38,7 +39,7 @@ from grpo_recipes.runs.progress import (
     read_phases,
 )
 from grpo_recipes.runs.rundir import read_metrics
-from grpo_recipes.slurm.client import Walltime, read_job_end_time, read_signal_lead
+from grpo_recipes.slurm.client import read_job_end_time
 
 _PHASE_SECONDS = 1.0  # between two checks of the ranks' phases
 _SERVER_SECONDS = 5.0  # maximum time between two requests to the server

@@ -34,6 +34,7 @@ from grpo_recipes.launch.hooks import AllHooks
 from grpo_recipes.launch.monitor import Monitor, StoppedAtOnce, StopSignals
 from grpo_recipes.launch.nodes import NodeWorkers, RemoteChild, preflight_nodes, serve_node
 from grpo_recipes.launch.processes import Child, Ending, Group
+from grpo_recipes.launch.readiness import NotReady, PortTaken, wait_until_answering, wait_until_ready
 from grpo_recipes.launch.rendezvous import MeetingChannel
 from grpo_recipes.launch.restarts import Restarts
 from grpo_recipes.launch.server_starts import with_server_port, with_server_seed
@@ -43,16 +44,7 @@ from grpo_recipes.plan.commands import with_processes
 from grpo_recipes.plan.devices import Resources, find_resources
 from grpo_recipes.plan.disk_space import require_disk_space
 from grpo_recipes.plan.plan import make_plan, with_sources
-from grpo_recipes.plan.ports import (
-    NotReady,
-    PortTaken,
-    choose_free_ports,
-    find_listener,
-    make_busy_port_error,
-    reserve_other_port,
-    wait_until_answering,
-    wait_until_ready,
-)
+from grpo_recipes.plan.ports import choose_free_ports, find_listener, make_busy_port_error, reserve_other_port
 from grpo_recipes.plan.preflight import require_packages
 from grpo_recipes.plan.roles import remove_access_files
 from grpo_recipes.plan.types import MEETING_SECONDS, Process

@@ -21,9 +21,10 @@ import psutil
 
 from grpo_recipes.errors import config_error
 from grpo_recipes.launch.processes import read_last_lines
+from grpo_recipes.launch.readiness import NotReady, wait_until_ready
 from grpo_recipes.plan.commands import base_environment, run_environment, server_command, server_environment
 from grpo_recipes.plan.devices import find_resources
-from grpo_recipes.plan.ports import LOOPBACK, NotReady, wait_until_ready
+from grpo_recipes.plan.ports import LOOPBACK
 from grpo_recipes.process.listeners import OwnListener
 from grpo_recipes.process.scratch import Scratch, make_scratch
 from grpo_recipes.process.tree import descendants, die_with_parent, end_all

@@ -1,7 +1,7 @@
 """Run Slurm's commands: read jobs and time limits, submit, requeue and cancel.
 
 Every command has a time limit. Functions that read return None or an empty value on a machine without Slurm. Functions
-that change a job report Slurm's own error message. ``Walltime`` decides when a run must stop before its time limit.
+that change a job report Slurm's own error message.
 """
 
 import contextlib
@@ -11,15 +11,12 @@ import shutil
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate_errors
 from grpo_recipes.process.reports import say
-from grpo_recipes.recipe.keys import SIGNAL_LEAD
 
 NO_ANSWER = "UNKNOWN"  # state of a job while Slurm is here and does not answer
 # States of a job that may not have ended.
@@ -27,9 +24,6 @@ _ACTIVE = (
     "PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SIGNALING",
     NO_ANSWER,
 )  # fmt: skip
-_SIGNAL_LEAD_SECONDS = 300.0  # when Slurm sends USR1, by the header of training.sh (`--signal=B:USR1@300`)
-_MARGIN_SECONDS = 30.0
-_PHASES = tuple(f"seconds/{phase}" for phase in ("sample", "score", "sync", "update", "evaluate"))
 # minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
 _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 _NO_CONTROLLER = re.compile("resolve_ctls|contact slurm controller", re.IGNORECASE)
@@ -274,69 +268,6 @@ def submit(script: Path, after: int | None = None) -> int:
     except SlurmError as error:
         fix = "check with squeue whether the job was submitted; its files were not removed"
         raise MaybeSubmitted(Problem("sbatch", str(error), fix)) from error
-
-
-class Walltime:
-    """Decide when to stop a run before the time limit, even if Slurm's signal comes too late or not at all.
-
-    The run stops ``lead`` seconds before the limit: twice its longest phase (sampling, scoring, weight sync, update or
-    evaluation), plus its longest save, plus half a minute.
-    ``end_time`` returns the end of the job in seconds since the epoch, or None for a job without a time limit.
-    ``signal_lead`` is the number of seconds between Slurm's signal and the limit.
-    """
-
-    def __init__(self, end_time: Callable[[], float | None], signal_lead: float) -> None:
-        self._signal_lead = signal_lead
-        self._end_time = end_time
-        self._end = end_time()
-        self._longest = 0.0
-        self._save = 0.0
-        self._has_warned = False
-
-    @property
-    def lead(self) -> float:
-        """Time between the request to the trainers to stop and the job's end, in seconds."""
-        return 2 * self._longest + (self._save or self._longest) + _MARGIN_SECONDS
-
-    def observe(self, row: Mapping[str, Any]) -> None:
-        """Record the durations of phases and saves from a row of ``metrics.jsonl``."""
-        self._longest = max(self._longest, *(float(row.get(phase) or 0.0) for phase in _PHASES))
-        self._save = max(self._save, float(row.get("seconds/save") or 0.0))
-
-    def take_warning(self) -> str | None:
-        """Return a warning if Slurm's signal may come too late, because ``lead`` is longer than the signal's lead.
-
-        Return None otherwise, without a time limit, and after the first warning.
-        """
-        if self._has_warned or self._end is None or self.lead <= self._signal_lead:
-            return None
-        self._has_warned = True
-        return (
-            f"note: phases take up to {self._longest:.0f} s, so the signal {self._signal_lead:.0f} s before the time "
-            f"limit may come too late; the launcher stops the run {self.lead:.0f} s before the limit"
-        )
-
-    def find_stop_reason(self, now: float | None = None) -> str | None:
-        """Return a text with the seconds to the time limit if the run must stop at ``now``, otherwise None.
-
-        ``now`` is in seconds since the epoch. Only when the known limit is near, it is read again, because it may
-        have been raised. A limit that was lowered, or set later, is not noticed.
-        """
-        now = time.time() if now is None else now
-        if self._end is not None and now >= self._end - self.lead:
-            self._end = self._end_time()  # the limit may have been raised since
-        if self._end is None or now < self._end - self.lead:
-            return None
-        return f"the job's time limit comes in {max(0.0, self._end - now):.0f} s"
-
-
-def read_signal_lead(environment: Mapping[str, str]) -> float:
-    """Read from GRPO_SIGNAL_LEAD how many seconds before the time limit Slurm sends its signal.
-
-    The batch script sets this variable. Return 300, as in the header of training.sh, if it is not a whole number.
-    """
-    seconds = environment.get(SIGNAL_LEAD, "")
-    return float(seconds) if seconds.isdecimal() else _SIGNAL_LEAD_SECONDS
 
 
 def read_job_end_time(environment: Mapping[str, str]) -> float | None:

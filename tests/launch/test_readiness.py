@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from grpo_recipes.plan.ports import NotReady, wait_until_ready
+from grpo_recipes.launch.readiness import NotReady, wait_until_ready
 from grpo_recipes.process import listeners
 from grpo_recipes.process.listeners import list_open_sockets
 from grpo_recipes.recipe.keys import catalogue
