@@ -5,9 +5,10 @@
 Takes the server's answers from memory and makes the micro-batches of a step from them, with the trainer's own methods.
 One process does it for all completions.
 
-* ``read``: decode and check the server's answers, and make rows of them;
-* ``hand on``: pickle the rows for the other ranks, and unpickle them;
+* ``read``: decode, check and join the server's answers;
+* ``hand on``: pickle them for the other ranks, and unpickle them;
 * ``samples``: write a row of ``samples.jsonl``;
+* ``unpack``: make lists of the arrays;
 * ``decode``: completions as text;
 * ``score``: ``pure_accuracy_math``, which runs in this process;
 * ``tensors``: everything else from prompts to sorted micro-batches, with TRL's metrics.
@@ -16,10 +17,10 @@ All are CPU seconds of this process, with one thread of torch. The completions a
 2,048 tokens each, of a tokenizer that is trained on it, in groups of 16. Half of them end with a right answer.
 
 ``rank0`` are the seconds of rank 0 if 8 processes train: the first three parts, and an eighth of the others, because
-each rank decodes and scores only its own completions. ``fraction`` divides them by an assumed step: 7.6 billion
-parameters on 8 H100 that reach 40 % of their peak, one forward pass for the log-probs and an update with gradient
-checkpointing. Sampling and weight syncs are left out, so a real step is longer. Sockets and the gathers of ranks are
-not measured.
+each rank unpacks, decodes and scores only its own completions. ``fraction`` divides them by an assumed step: 7.6
+billion parameters on 8 H100 that reach 40 % of their peak, one forward pass for the log-probs and an update with
+gradient checkpointing. Sampling and weight syncs are left out, so a real step is longer. Sockets and the gathers of
+ranks are not measured.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from grpo_recipes import smoke
 from grpo_recipes.paths import find_code_root
 from grpo_recipes.recipe.configs import GRPOConfig
 from grpo_recipes.rewards.score import load_reward
-from grpo_recipes.server.wire import Completions, pack_completions, unpack_completions
+from grpo_recipes.server.wire import Completions, join_completions, pack_completions, unpack_completions
 from grpo_recipes.trainers import grpo
 from grpo_recipes.weights.transport import check_completions
 
@@ -71,19 +72,22 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds = defaultdict[str, float](float)
-        self._inside = 0.0
+        self._name, self._inside = "", 0.0
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Add the block to a part."""
-        outer, self._inside = self._inside, 0.0
+        """Add the block to a part. In a part of rank 0, its parts are not separated."""
+        if self._name in ONLY_RANK0:
+            yield
+            return
+        outer_name, outer, self._name, self._inside = self._name, self._inside, name, 0.0
         began = time.process_time()
         try:
             yield
         finally:
             spent = time.process_time() - began
             self.seconds[name] += spent - self._inside
-            self._inside = outer + spent
+            self._name, self._inside = outer_name, outer + spent
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function, whose calls are added to a part."""
@@ -102,18 +106,17 @@ class Answers:
         self._bodies, self._clock = bodies, clock
 
     def generate(self, **_: Any) -> tuple[None, list[list[int]], list[list[list[float]]], None]:
-        """Return ids and log-probs of all answers, read as by the client and handed on as by TRL."""
-        ids_BT, logprobs_BT1 = list[list[int]](), list[list[list[float]]]()
+        """Return ids and log-probs of all answers, read as by the client, handed on and sliced as by TRL."""
         with self._clock.part("read"):
+            answers = list[Completions]()
             for body in self._bodies:
-                completions = unpack_completions(body)
-                check_completions(completions, GROUP, TOKENS, VOCABULARY, 0)
-                ids, logprobs = completions.rows()
-                ids_BT += ids
-                logprobs_BT1 += logprobs or []
+                answers.append(unpack_completions(body))
+                check_completions(answers[-1], GROUP, TOKENS, VOCABULARY, 0)
+            rows = join_completions(answers).rows()
         with self._clock.part("hand on"):
-            ids_BT, logprobs_BT1 = pickle.loads(pickle.dumps((ids_BT, logprobs_BT1)))
-        return None, ids_BT, logprobs_BT1, None
+            ids, logprobs = pickle.loads(pickle.dumps(rows))
+        with self._clock.part("unpack"):
+            return None, ids[:], logprobs[:], None
 
 
 def main() -> None:

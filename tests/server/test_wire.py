@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
-from grpo_recipes.server.wire import Completions, flatten_completions, pack_completions, unpack_completions
+from grpo_recipes.server.wire import (
+    Completions,
+    flatten_completions,
+    join_completions,
+    pack_completions,
+    unpack_completions,
+)  # fmt: skip
 
 logprobs = st.floats(max_value=0.0, width=32, allow_nan=False)
 tokens = st.tuples(st.integers(0, 2**31 - 1), logprobs)
@@ -30,6 +36,25 @@ def test_the_same_bits_arrive(completions) -> None:
     assert [math.copysign(1, logprob) for row in of_each for (logprob,) in row] == [
         math.copysign(1, logprob) for row in scored for logprob in row
     ]
+
+
+def test_all_rows_are_sent_as_arrays_and_each_rank_unpacks_its_slice() -> None:
+    lengths, ids, logprobs = lengths_and_tokens([2000, 2, 0, 1])
+    rows = pickle.loads(body := pickle.dumps(Completions(lengths, ids, logprobs).rows()))
+    assert len(body) < 8 * len(ids) + 1000  # 4 bytes for an id, 4 for a log-prob
+    assert [[*row] for row in rows[0][1:]] == [[2000, 2001], [], [2002]] == rows[0][-3:] and len(rows[0]) == 4
+    assert rows[1][1:] == [[[-2000.0], [-2001.0]], [], [[-2002.0]]] and type(rows[1][1:]) is list
+    assert rows[0][-1] == rows[0][3] == [2002] and type(rows[0][3][0]) is int
+    with pytest.raises(IndexError):
+        rows[0][4]
+
+
+def test_answers_are_joined_in_order() -> None:
+    first, second = flatten_completions([[1, 2], [3]], [[-0.1, -0.2], [-0.3]]), flatten_completions([[4]], [[-0.4]])
+    ids, logprobs = join_completions([first, second]).rows()
+    assert ids == [[1, 2], [3], [4]] != [[1, 2], [3]]
+    assert [[np.float32(logprob) for (logprob,) in row] for row in logprobs[2:]] == [[np.float32(-0.4)]]
+    assert join_completions([second, flatten_completions([[5]], None)]).rows() == ([[4], [5]], None)
 
 
 def test_a_row_has_only_its_own_log_probs_when_it_is_pickled() -> None:

@@ -29,8 +29,8 @@ LOWEST_LOGPROB = -9999.0  # represents minus infinity, as in vLLM's own answers
 class TokenLogprobs:
     """The log-probs of a completion, (T, 1), read like lists of a number: ``row[5][0]``, ``[x for (x,) in row]``.
 
-    It contains an array, because millions of lists take seconds to make and to pickle for the other ranks. The last
-    axis is TRL's, which allows the log-probs of several tokens at a position.
+    It contains an array, because millions of lists take seconds to make. The last axis is TRL's, which allows the
+    log-probs of several tokens at a position.
     """
 
     logprobs: NDArray[np.float32]
@@ -50,6 +50,35 @@ class TokenLogprobs:
         return isinstance(other, TokenLogprobs | list) and [*map(list, self)] == [*map(list, other)]
 
 
+@dataclass(eq=False)
+class PackedRows(Sequence[Any]):
+    """Token ids or log-probs of completions in a flat array, read like a list of rows. A slice is a list.
+
+    TRL sends the completions of all ranks to every rank, which slices its own rows. So only the rank that needs a row
+    unpacks it, and rank 0 pickles two arrays instead of millions of numbers.
+    """
+
+    bounds: NDArray[np.int64]
+    """Where each row starts and the last one ends, (B + 1,)."""
+    values: NDArray[np.int32] | NDArray[np.float32]
+    """Ids or log-probs of all rows, (sum of lengths,)."""
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the row of an index, a list of ids or a TokenLogprobs, or the list of a slice's rows."""
+        if isinstance(index, slice):
+            return [self[row] for row in range(len(self))[index]]
+        row = range(len(self))[index]
+        values: NDArray[Any] = self.values[self.bounds[row] : self.bounds[row + 1]]
+        return TokenLogprobs(values) if values.dtype == np.float32 else values.tolist()
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the rows, also with a list of rows."""
+        return isinstance(other, PackedRows | list) and [*self] == [*other]
+
+
 class Completions(NamedTuple):
     """Completions as flat arrays: the tokens of all completions, one after the other."""
 
@@ -57,13 +86,10 @@ class Completions(NamedTuple):
     ids: NDArray[np.int32]  # (sum of lengths,)
     logprobs: NDArray[np.float32] | None  # (sum of lengths,); None if none were requested
 
-    def rows(self) -> tuple[list[list[int]], list[TokenLogprobs] | None]:
-        """Return lists of token ids, (B, T), and log-probs, (B, T, 1), or None without log-probs."""
-        ends = np.cumsum(self.lengths)[:-1]
-        ids = [row.tolist() for row in np.split(self.ids, ends)]
-        if self.logprobs is None:
-            return ids, None
-        return ids, [TokenLogprobs(row) for row in np.split(self.logprobs, ends)]
+    def rows(self) -> tuple[PackedRows, PackedRows | None]:
+        """Return rows of token ids, (B, T), and of log-probs, (B, T, 1), or None without log-probs."""
+        bounds = np.append(0, np.cumsum(self.lengths, dtype=np.int64))
+        return PackedRows(bounds, self.ids), None if self.logprobs is None else PackedRows(bounds, self.logprobs)
 
 
 def flatten_completions(ids_BT: Sequence[Sequence[int]], logprobs_BT: Sequence[Sequence[float]] | None) -> Completions:
@@ -79,6 +105,13 @@ def flatten_completions(ids_BT: Sequence[Sequence[int]], logprobs_BT: Sequence[S
         raise ValueError("not one log-prob for each token")
     logprobs = np.fromiter(chain.from_iterable(logprobs_BT), np.float32)
     return Completions(lengths, ids, np.maximum(logprobs, np.float32(LOWEST_LOGPROB)))
+
+
+def join_completions(answers: Sequence[Completions]) -> Completions:
+    """Join the completions of several answers. Without log-probs in an answer, return none."""
+    lengths, ids, logprobs = zip(*answers, strict=True)
+    joined_logprobs = None if any(array is None for array in logprobs) else np.concatenate(logprobs)
+    return Completions(np.concatenate(lengths), np.concatenate(ids), joined_logprobs)
 
 
 def pack_completions(completions: Completions) -> bytes:

@@ -86,10 +86,10 @@ def _record_tokens(
         space = " " if name.startswith("\u2581") and not text.startswith(" ") else ""
         text_of_id[token] = space + text or name
     texts = [text_of_id[token] for token in shown_ids]
-    mask_BT = trained_mask(output)
+    masks = {name: output[name][row, :length] for name in ("completion_mask", "tool_mask") if name in output}
     advantages = output["advantages"][row]  # of the row, or (T,) of its tokens
     advantage_T = advantages[:length] if advantages.ndim else advantages.expand(length)
-    trained_T = zip(mask_BT[row, :length].tolist(), advantage_T.tolist(), strict=True)
+    trained_T = zip(trained_mask(masks).tolist(), advantage_T.tolist(), strict=True)
     stretches = groupby(f"{value + 0.0:.4g}" if is_trained else "-" for is_trained, value in trained_T)
     view = {
         "text": "".join(texts),

@@ -38,8 +38,9 @@ from grpo_recipes.server.wire import (
     BYTES_PER_TOKEN,
     COMPLETIONS_PATH,
     REPLICA_HEADER,
-    TokenLogprobs,
+    Completions,
     flatten_completions,
+    join_completions,
     unpack_completions,
 )  # fmt: skip
 from grpo_recipes.trainer_protocol import Trainer
@@ -70,7 +71,6 @@ _NOTICE_SECONDS = 90.0  # time until the launcher notices that its server is gon
 _MARGIN_SECONDS = 60.0  # added to a server start: the launcher first ends the old server and writes its state
 Metadata = list[tuple[str, str, list[int]]]  # name, dtype and shape of each tensor, in order
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
-Rows = tuple[list[list[int]], list[TokenLogprobs] | None]  # ids of completions, and log-probs, (B, T, 1)
 _TRL_SAMPLING = {  # TRL's defaults for sampling parameters that the caller does not set
     name: parameter.default
     for name, parameter in inspect.signature(VLLMClient.generate).parameters.items()
@@ -376,7 +376,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         extra = kwargs.pop("generation_kwargs", None) or {}
         ordered = self._run_seed is not None and not self.has_other_clients
 
-        def sample(index: int) -> Rows:
+        def sample(index: int) -> Completions:
             """Request the completions of the prompt with this index."""
             seed = {} if seeds is None else {"seed": seeds[index]}
             priority = {"priority": index} if ordered else {}
@@ -386,7 +386,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
 
         def sample_all() -> dict[str, Any]:
             """Send requests, a limited number at a time, and join the answers in the order of the prompts."""
-            at_once, answers = self._args.max_concurrent_requests, dict[int, Rows]()
+            at_once, answers = self._args.max_concurrent_requests, dict[int, Completions]()
             for start in range(0, len(prompts), at_once if ordered else len(prompts)):
                 part = range(start, min(start + at_once, len(prompts)) if ordered else len(prompts))
                 scope: contextlib.AbstractContextManager[list[Future[None]]] = contextlib.nullcontext([])
@@ -396,15 +396,13 @@ class BridgeClient(SamplingSeeds, ServerConnection):
                     futures += self._start_workers(sample, part, answers)
                 for future in futures:
                     future.result()
-            joined = [answers[index] for index in range(len(prompts))]
-            logprobs = None if joined[0][1] is None else [row for _, rows in joined for row in rows or []]
-            ids = [row for rows, _ in joined for row in rows]
+            ids, logprobs = join_completions([answers[index] for index in range(len(prompts))]).rows()
             return {"prompt_ids": list(prompts), "completion_ids": ids, "logprobs": logprobs}
 
         return self._generate_unless_stopping(sample_all, prompts, n)
 
     def _start_workers(
-        self, sample: Callable[[int], Rows], indices: Sequence[int], answers: dict[int, Rows]
+        self, sample: Callable[[int], Completions], indices: Sequence[int], answers: dict[int, Completions]
     ) -> list[Future[None]]:
         """Start threads that call ``sample`` for each index and store the results in ``answers``; return their futures.
 
@@ -424,8 +422,8 @@ class BridgeClient(SamplingSeeds, ServerConnection):
 
     def _request_completions(
         self, prompt: Sequence[int], n: int, sampling: dict[str, Any], replica: int | None = None
-    ) -> Rows:
-        """Request ``n`` completions of a prompt; return ids and log-probs. Raise BadAnswer for another number.
+    ) -> Completions:
+        """Request ``n`` completions of a prompt. Raise BadAnswer for another number.
 
         With ``replica=None``, vLLM chooses the replica of each completion.
         """
@@ -440,7 +438,7 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         with self._translate_parse_errors(COMPLETIONS_PATH):
             completions = unpack_completions(answer.content)
             check_completions(completions, n, request["max_tokens"], self.vocabulary, request["logprobs"])
-            return completions.rows()
+            return completions
 
     def _generate_with_images(self, prompts: Sequence[Any], features: Any, n: int, **kwargs: Any) -> dict[str, Any]:
         """Request completions of prompts with images as TRL does. Raise BadAnswer for an unusable answer."""
