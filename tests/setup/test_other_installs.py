@@ -14,6 +14,7 @@ from setup_checkout import REPOSITORY
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 OFFLINE = ("run_offline_grpo.py", "train.iterations=1", "model.train_id=smoke:sums", "data.problems=sums")
 TORCH_CPU = "https://download.pytorch.org/whl/cpu"
+UV_CACHE = os.environ.get("UV_CACHE_DIR") or str(Path.home() / ".cache/uv")
 BESIDE = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -25,10 +26,14 @@ def setting(name: str) -> str:
 
 
 class Clone:
-    """The files of this repository in another folder, and a clean environment: HOME, PATH and pip's own settings."""
+    """The files of this repository in another folder, and a clean environment: HOME, PATH and pip's own settings.
 
-    def __init__(self, root: Path):
-        self.root = root
+    Packages that uv has unpacked before come from its cache. ``bytecode`` may be the folder of an earlier clone at the
+    same place, with the same packages: importing all of them for the first time takes a minute.
+    """
+
+    def __init__(self, root: Path, bytecode: Path):
+        self.root, self.bytecode = root, bytecode
         names = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, check=True, capture_output=True, text=True)
         for name in filter(None, names.stdout.split("\0")):
             if (REPOSITORY / name).is_file():
@@ -40,11 +45,18 @@ class Clone:
         names = ("index-url", "find-links", "cert")
         settings = {f"PIP_{name.replace('-', '_').upper()}": setting(name) for name in names}
         clean = {"HOME": str(self.root.parent), "PATH": "/usr/bin:/bin", **{k: v for k, v in settings.items() if v}}
+        clean |= {"UV_CACHE_DIR": UV_CACHE, "PYTHONPYCACHEPREFIX": str(self.bytecode)}
         done = subprocess.run(
             words, cwd=self.root, env=clean | variables, capture_output=True, text=True, timeout=900, check=False
         )
         assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout + done.stderr
+
+    def trains_with_server(self, python: str) -> None:
+        """See that an iteration with vLLM ends. The model is the repository's, which takes a minute to make."""
+        flags = (*OFFLINE, "generation.max_new_tokens=8")
+        output = self.run(python, *flags, CACHE_ROOT=os.environ.get("CACHE_ROOT", str(REPOSITORY / ".cache")))
+        assert "grpo: status  completed; smoke test on CPU" in output
 
     def trains(self, python: str) -> None:
         """See that the scripts of the offline trainer plan and train in this environment, without PYTHONPATH."""
@@ -52,22 +64,28 @@ class Clone:
         assert "Train metrics:" in self.run(python, "smoke_test.py")
 
 
-@pytest.fixture
-def clone(tmp_path: Path) -> Clone:
-    return Clone(tmp_path / "clone")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("installs")
 
 
 @pytest.fixture
-def torch_index(tmp_path: Path) -> Path:
+def clone(folder: Path) -> Clone:
+    shutil.rmtree(folder / "clone", ignore_errors=True)
+    return Clone(folder / "clone", folder / "bytecode")
+
+
+@pytest.fixture(scope="module")
+def torch_index(folder: Path) -> Path:
     """A package index on disk with only torch's CPU build, instead of PyTorch's index."""
-    folder = tmp_path / "index" / "torch"
+    build = folder / "index" / "torch"
     fetch = ("-m", "pip", "download", "--retries", "0", "--extra-index-url", TORCH_CPU, "--no-deps", "--dest")
     subprocess.run(
-        [sys.executable, *fetch, str(folder), "torch==2.13.0+cpu"], check=True, capture_output=True, timeout=300
+        [sys.executable, *fetch, str(build), "torch==2.13.0+cpu"], check=True, capture_output=True, timeout=300
     )
-    (file,) = folder.iterdir()
-    (folder / "index.html").write_text(f'<a href="{file.name}">{file.name}</a>')
-    return folder.parent
+    (file,) = build.iterdir()
+    (build / "index.html").write_text(f'<a href="{file.name}">{file.name}</a>')
+    return build.parent
 
 
 def test_pip_installs_what_trains_and_the_extra_brings_the_server(clone: Clone, torch_index: Path) -> None:
@@ -90,7 +108,7 @@ def test_pip_installs_what_trains_and_the_extra_brings_the_server(clone: Clone, 
         assert fix in clone.run(python, *OFFLINE, status=2) and fix in clone.run(python, "smoke_test.py", status=1)
         clone.run(python, "-m", "pip", "uninstall", "--yes", *BESIDE)
     clone.trains(python)
-    assert "grpo: status  completed; smoke test on CPU" in clone.run(python, *OFFLINE, "generation.max_new_tokens=8")
+    clone.trains_with_server(python)
 
 
 def test_uv_installs_what_trains(clone: Clone, torch_index: Path, tmp_path: Path) -> None:
@@ -103,15 +121,16 @@ def test_uv_installs_what_trains(clone: Clone, torch_index: Path, tmp_path: Path
     marker = f"'x86_64' and python_version == '{version}'\"]"
     project.write_text(text.replace(TORCH_CPU, torch_index.as_uri()).replace("'x86_64'\"]", marker))
     variables = {
+        "UV_PROJECT_ENVIRONMENT": "v",  # where the bytecode of the other test is
         "UV_PYTHON": sys.executable,
         "SSL_CERT_FILE": setting("cert"),
         "UV_DEFAULT_INDEX": setting("index-url"),
     }
     variables = {name: value for name, value in variables.items() if value}
     clone.run(str(tmp_path / "uv/bin/uv"), "sync", "--extra", "cpu", **variables)
-    python = str(clone.root / ".venv/bin/python")
+    python = str(clone.root / "v/bin/python")
     clone.trains(python)
-    assert "grpo: status  completed; smoke test on CPU" in clone.run(python, *OFFLINE, "generation.max_new_tokens=8")
+    clone.trains_with_server(python)
     for name in BESIDE:
         clone.run(python, "-c", f"import {name}", status=1)
 
