@@ -114,7 +114,7 @@ def test_the_size_of_the_kv_cache_in_the_recipe_reaches_a_server_on_cpu(planned,
     plan = planned(device="cpu", environment=exported, vllm_args={"kv_cache_memory_bytes": 2**29})
     server = plan.process("server")
     assert option(server.argv, "--kv-cache-memory-bytes") == str(2**29)
-    assert server.environment["VLLM_CPU_KVCACHE_SPACE"] == ""  # vLLM ignores an empty variable
+    assert server.environment["VLLM_CPU_KVCACHE_SPACE"] == ""  # serve.py removes it
 
 
 def test_without_vllm_everything_trains(planned):

@@ -10,14 +10,22 @@ rare. The engine and the workers are forked from this process (on CPU by ``plugi
 """
 
 import gc
+import os
 
 from grpo_recipes.process.startup import fast_imports
+
+_KV_CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 
 gc.set_threshold(50_000)
 
 
 def main() -> None:
-    """Serve with the flags of this process, as vLLM's own main function does for ``vllm serve``."""
+    """Serve with the flags of this process, as vLLM's own main function does for ``vllm serve``.
+
+    An empty VLLM_CPU_KVCACHE_SPACE counts as not set, because vLLM's workers fail to read it as a number.
+    """
+    if not os.environ.get(_KV_CACHE_SPACE):
+        os.environ.pop(_KV_CACHE_SPACE, None)
     with fast_imports():
         from vllm.entrypoints.cli.serve import ServeSubcommand
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
