@@ -45,7 +45,7 @@ def identify_prompts(run: Path, tokenizer: PreTrainedTokenizerBase, values: Mapp
         values, sources, [_stat_files(source) for source in sources], backend.to_str(), template, code,
         [version(name) for name in _PACKAGES],
     ]  # fmt: skip
-    return new_digest(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    return new_digest(json.dumps(parts, default=str).encode()).hexdigest()
 
 
 def _stat_files(source: Mapping[str, Any]) -> list[tuple[str, int, int]]:
