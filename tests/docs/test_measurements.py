@@ -183,18 +183,22 @@ def test_the_new_shapes_are_the_recorded_ones() -> None:
 
 
 def test_the_work_of_rank_0_is_the_recorded_one_projected_to_more_gpus() -> None:
-    record = json.loads((REPOSITORY / "bench/results/rank0.json").read_text())["completions"]["256"]
+    records = json.loads((REPOSITORY / "bench/results/rank0.json").read_text())["completions"]
+    size = max(map(int, records))
+    record = records[str(size)]
     text = " ".join((REPOSITORY / "docs/measurements.md").read_text().split())
 
     def project(gpus: int) -> tuple[float, float]:
         """Return the seconds of 4,096 completions, and their percentage of a step on this number of GPUs."""
         only_rank_0 = {"read", "hand on", "samples"}
         seconds = sum(part / (1 if name in only_rank_0 else gpus) for name, part in record["seconds"].items())
-        return seconds * 4096 / 256, 100 * seconds / (record["assumed_step_seconds"] * 8 / gpus)
+        return seconds * 4096 / size, 100 * seconds / (record["assumed_step_seconds"] * 8 / gpus)
 
     (seconds, at_8), (_, at_16), (_, at_64) = map(project, (8, 16, 64))
-    assert f"take rank 0 {seconds:.1f} s of CPU time" in text and f"{at_8:.1f} % of an assumed step" in text
-    assert f"Projected to 16 GPUs, it is {at_16:.1f} %, and to 64 GPUs {at_64:.1f} %" in text
+    source = "`bench/rank0.py`" if size == 4096 else f"`bench/rank0.py`, projected from {size}"
+    assert f"take rank 0 {seconds:.1f} s of CPU time ({source}), {at_8:.1f} % of an assumed step" in text
+    goal = "met" if at_64 < 3 else "missed"
+    assert f"Projected to 16 GPUs, it is {at_16:.1f} %, and to 64 GPUs {at_64:.1f} % (goal {goal})" in text
 
 
 def test_the_padding_of_the_larger_step_is_the_recorded_one() -> None:
