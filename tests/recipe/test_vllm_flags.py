@@ -76,3 +76,9 @@ def test_a_single_gpu_would_run_no_server(planned: Callable[..., Any]) -> None:
 def test_chunked_prefill_is_rejected_on_cpu(planned: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match="remove enable_chunked_prefill"):
         planned(device="cpu", vllm_args={"enable_chunked_prefill": True})
+
+
+def test_a_second_api_server_is_rejected(planned: Callable[..., Any]) -> None:
+    """vLLM gives it the same port, so the middleware of one process would miss the syncs that the other serves."""
+    with pytest.raises(ConfigError, match="each process would count only its own requests and syncs"):
+        planned(vllm_args={"api_server_count": 2})

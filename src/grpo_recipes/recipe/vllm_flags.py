@@ -53,7 +53,8 @@ OWNED_FLAGS = expand_names(
     ("skip_tokenizer_init tokens_only runner convert", _ANSWERS),
     ("disable_log_stats", "the launcher detects a hung server by its statistics"),
     ("config", "set its flags in vllm_args"),
-    ("headless grpc api_server_count nnodes node_rank master_addr master_port pipeline_parallel_size "
+    ("api_server_count", "each process would count only its own requests and syncs"),
+    ("headless grpc nnodes node_rank master_addr master_port pipeline_parallel_size "
      "prefill_context_parallel_size device_ids distributed_executor_backend aggregate_engine_logging "
      "enable_elastic_ep elastic_ep_max_dp_size enable_fault_tolerance fault_tolerance_config "
      "data_parallel_rank data_parallel_start_rank data_parallel_address "
