@@ -17,10 +17,14 @@ SHORT = ("--num_processes", "2", "--max_steps", "3", "--prompts_per_step", "8", 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accelerator", ["ddp", "zero2", "zero3", "fsdp2"])
-def test_two_processes_train_through_the_server(launch: Callable[..., Launch], accelerator: str) -> None:
-    run = launch(*SHORT, "--accelerator", accelerator, "--save_steps", "2", "--run_name", accelerator)
+def test_two_processes_train_through_the_server(
+    launch: Callable[..., Launch], tmp_path: Path, accelerator: str
+) -> None:
+    flags, compiled = (*SHORT, "--accelerator", accelerator, "--save_steps", "2"), tmp_path / "compiled"
+    run = launch(*flags, "--run_name", accelerator, TORCH_EXTENSIONS_DIR=str(compiled))
 
     assert run.wait() == 0, run.output
+    assert not compiled.exists(), "DeepSpeed compiled an operator"
 
     plan = json.loads((run.run_dir / "plan.json").read_text())
     assert plan["batch"] == {

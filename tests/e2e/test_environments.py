@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from documented import documented
-from real_runs import REPOSITORY, Launch, clean_environment, same_rows, stop_and_resume, weights_hash
+from real_runs import REPOSITORY, Launch, clean_environment, override, same_rows, stop_and_resume, weights_hash
 from slurm_cluster import SlurmCluster
 from test_preemptions import wait_until
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.slow
 # Each launch of a test has its own folder, so the environment is given by its absolute path.
 GAME = ("--environment", f"{REPOSITORY / 'recipes/examples/two_sums.py'}:TwoSums")
 MAFIA = (
-    str(REPOSITORY / "recipes/environments/secret_mafia_smoke.yaml"), "--num_generations", "16",
-    "--environment_eval_episodes", "16", "--eval_on_start", "false", "--eval_steps", "4",
+    str(REPOSITORY / "recipes/environments/secret_mafia_smoke.yaml"), "--environment_eval_episodes", "8",
+    "--eval_on_start", "false", "--eval_steps", "4",
 )  # fmt: skip
 SHORT = ("--max_steps", "4", "--prompts_per_step", "4", "--save_steps", "2", "--per_device_train_batch_size", "64")
 
@@ -39,7 +39,9 @@ def test_the_page_shows_the_example() -> None:
 
 
 def test_the_example_learns_both_turns(launch: Callable[..., Launch], example: dict[str, str]) -> None:
-    run = launch(*documented("grpo launch recipes/examples/two_sums.yaml", example)[2:])
+    # With a server, which the next test has, it takes twice the time.
+    words = documented("grpo launch recipes/examples/two_sums.yaml", example)[2:]
+    run = launch(*words, "--vllm_mode", "colocate")
     assert run.wait(900) == 0, run.output
     rows, summary = run.rows(), run.summary()
     assert summary["initial_reward"] < 0.45 and summary["final_reward"] >= summary["initial_reward"] + 0.15
@@ -58,7 +60,8 @@ def test_a_stopped_run_continues_bit_for_bit(
     if game == MAFIA:
         pytest.importorskip("textarena")
     recipe = [] if game == MAFIA else [example["recipes/examples/two_sums.yaml"]]
-    flags = (*recipe, *game, "--vllm_mode", mode, "--environment_credit", "per_turn", *SHORT)
+    sizes = override(SHORT, per_device_train_batch_size=32) if game == MAFIA else SHORT
+    flags = (*recipe, *game, "--vllm_mode", mode, "--environment_credit", "per_turn", *sizes)
     whole = launch(*flags, folder="whole")
     assert whole.wait(600) == 0, whole.output
     assert max(row["sampling/sampling_logp_difference/mean"] for row in whole.rows()) < 1e-4
