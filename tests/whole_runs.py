@@ -30,7 +30,7 @@ LONG_RUNS = (
     "e2e/test_environments.py", "e2e/test_environment_recipes.py", "setup/test_other_installs.py",
     "e2e/test_gpu_stages.py", "e2e/test_tools.py", "e2e/test_container.py", "evidence/test_multi_answer.py",
     "trainers/test_exact_resume.py", "e2e/test_examples.py", "e2e/test_code.py", "e2e/test_judge.py",
-    "e2e/test_maxent.py",
+    "e2e/test_maxent.py", "e2e/test_your_own_run.py",
 )  # fmt: skip
 DAYS = 4  # in which each of them comes early
 # Folders and files of quick tests that take longest: the processes of pytest then end at about the same time.
