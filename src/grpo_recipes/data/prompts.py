@@ -5,9 +5,11 @@ prompts = load_prompts(script_args, tokenizer, least=args.prompts_per_step, seed
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,6 @@ from grpo_recipes.data.problems import (
     require_columns,
     select_rows,
 )
-from grpo_recipes.data.store import find_entry, identify_prompts, store_dataset
 from grpo_recipes.errors import ConfigError, config_error, translate_errors
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.generated import GeneratedData, generated
@@ -161,7 +162,7 @@ def load_prompts(
     args: ScriptArguments, tokenizer: PreTrainedTokenizerBase, least: int = 1, seed: int = 0,
     template_kwargs: dict[str, Any] | None = None, fetched: Fetched | None = None,
 ) -> Prompts:  # fmt: skip
-    """Read, render and filter the training prompts. Rank 0 does it once in a run, and stores them.
+    """Read, render and filter the training prompts. With several ranks, rank 0 does it and saves them for the others.
 
     ``args.chat_template``, if set, is stored in the tokenizer. ``least`` is the number of prompts of a step. ``seed``
     shuffles the rows before ``max_train_prompts`` selects the first ones. ``template_kwargs`` are the recipe's
@@ -208,8 +209,7 @@ def load_prompts(
         counts.notes += renderer.notes(dataset[0]["prompt"])
         return Prompts(dataset, counts, renderer.text(dataset[0]["prompt"]))
 
-    determining = {"recipe": vars(args), "least": least, "seed": seed}
-    return _prepare_on_main("train", renderer, determining, prepare)
+    return _prepare_on_main("train", prepare)
 
 
 def load_eval_prompts(
@@ -254,7 +254,7 @@ def load_eval_prompts(
         title = f"evaluating on {len(dataset)} of {len(rows)} rows ({limits})"
         return Prompts(dataset, counts, renderer.text(dataset[0]["prompt"]), title)
 
-    return _prepare_on_main("eval", renderer, {"recipe": vars(args), "seed": seed}, prepare)
+    return _prepare_on_main("eval", prepare)
 
 
 def _load_repeated(args: ScriptArguments, renderer: Renderer, counts: Counts, least: int) -> Prompts:
@@ -307,33 +307,31 @@ def _load_all(source: DataSource, args: ScriptArguments, renderer: Renderer, cou
     return dataset
 
 
-def _prepare_on_main(
-    name: str, renderer: Renderer, determining: Mapping[str, Any], prepare: Callable[[], Prompts]
-) -> Prompts:
-    """Call ``prepare`` on rank 0, which stores the dataset in ``<run>/prompts``; every rank memory-maps it from there.
+def _prepare_on_main(name: str, prepare: Callable[[], Prompts]) -> Prompts:
+    """Call ``prepare`` on rank 0, which saves the dataset to ``<run>/prompts``; memory-map it on every other rank.
 
-    A later attempt of the run maps the same dataset and calls nothing, unless the values of the recipe that are
-    ``determining`` or anything else that determines the prompts has changed. All nodes share the file system of the run
-    directory. Outside of a run, a single process writes nothing. A ConfigError of ``prepare`` is raised on every rank.
-    After another error, the other ranks raise a RuntimeError.
+    All nodes share the file system of the run directory. Earlier datasets with this ``name`` are deleted there. A
+    single process writes nothing. A ConfigError of ``prepare`` is raised on every rank. After another error, the
+    other ranks raise a RuntimeError.
     """
-    is_single = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
-    run = os.environ.get("GRPO_RUN_DIR")
-    if run is None and is_single:
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return prepare()
     failure: Exception | None = None
     outcome: dict[str, Any] = {}  # rank 0's message to the other ranks
-    if is_single or torch.distributed.get_rank() == 0:
+    if torch.distributed.get_rank() == 0:
         try:
-            outcome = _find_or_prepare(Path(os.environ["GRPO_RUN_DIR"]), name, renderer, determining, prepare)
+            prompts, home = prepare(), Path(os.environ["GRPO_RUN_DIR"]) / "prompts"
+            home.mkdir(exist_ok=True)
+            for old in home.glob(f"{name}-*"):  # written by an earlier attempt
+                shutil.rmtree(old)
+            folder = home / f"{name}-{uuid.uuid4().hex[:8]}"  # a new name, which no file system cache can contain
+            prompts.dataset.save_to_disk(folder)
+            outcome = {"folder": str(folder), "rest": replace(prompts, dataset=None)}
         except Exception as error:  # the other ranks wait for a message
-            if is_single:
-                raise
             problems = error.problems if isinstance(error, ConfigError) else []
             failure, outcome = error, {"problems": problems, "failure": f"{type(error).__name__}: {error}"}
     outcomes = [outcome]
-    if not is_single:
-        broadcast_object_list(outcomes, from_process=0)
+    broadcast_object_list(outcomes, from_process=0)
     (outcome,) = outcomes
     if failure is not None:
         raise failure
@@ -341,24 +339,8 @@ def _prepare_on_main(
         raise ConfigError(*outcome["problems"])
     if "failure" in outcome:
         raise RuntimeError(f"rank 0 could not prepare the prompts: {outcome['failure']}")
-    counts = Counts(**outcome["counts"])
-    return Prompts(load_from_disk(outcome["folder"]), counts, outcome["example"], outcome["title"])
-
-
-def _find_or_prepare(
-    run: Path, name: str, renderer: Renderer, determining: Mapping[str, Any], prepare: Callable[[], Prompts]
-) -> dict[str, Any]:
-    """Return folder and other fields of the prompts that an earlier attempt stored, or else of those prepared now."""
-    home, values = run / "prompts", {**determining, "template_kwargs": renderer.template_kwargs}
-    identity = identify_prompts(run, renderer.tokenizer, values)
-    if entry := find_entry(home, name, identity):
-        print(f"grpo: using the prompts in {entry[0].relative_to(run)}, prepared by an earlier attempt")
-    else:
-        prompts = prepare()
-        fields = {"counts": asdict(prompts.counts), "example": prompts.example, "title": prompts.title}
-        entry = store_dataset(home, name, identity, prompts.dataset, fields)
-    folder, fields = entry
-    return {"folder": str(folder), **fields}
+    prompts_without_rows: Prompts = outcome["rest"]
+    return replace(prompts_without_rows, dataset=load_from_disk(outcome["folder"]))
 
 
 def load_first_problems(
