@@ -248,8 +248,6 @@ def _plan_server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], nam
     for part in load_roles():
         variables |= part.server_variables(recipe, names)
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(plan.server_gpus)
-    if plan.device == "cpu" and (recipe.server.args or {}).get(_KV_CACHE_BYTES):
-        variables["VLLM_CPU_KVCACHE_SPACE"] = ""  # a number would override the recipe's flag
     if plan.device == "cpu" and recipe.server.tensor_parallel_size * plan.replicas > 1:
         # By default vLLM requires a NUMA node for each worker.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = environment.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")

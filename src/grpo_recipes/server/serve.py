@@ -14,18 +14,14 @@ import os
 
 from grpo_recipes.process.startup import fast_imports
 
-_KV_CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
-
 gc.set_threshold(50_000)
 
 
 def main() -> None:
     """Serve with the flags of this process, as vLLM's own main function does for ``vllm serve``.
 
-    An empty VLLM_CPU_KVCACHE_SPACE counts as not set, because vLLM's workers fail to read it as a number.
+    The flag ``--kv-cache-memory-bytes`` overrides VLLM_CPU_KVCACHE_SPACE, which otherwise overrides the flag.
     """
-    if not os.environ.get(_KV_CACHE_SPACE):
-        os.environ.pop(_KV_CACHE_SPACE, None)
     with fast_imports():
         from vllm.entrypoints.cli.serve import ServeSubcommand
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -36,6 +32,8 @@ def main() -> None:
     cli_env_setup()
     command = ServeSubcommand()
     arguments = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args()
+    if arguments.kv_cache_memory_bytes is not None:
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     configure_logging_from_args(arguments)
     command.validate(arguments)
     command.cmd(arguments)
