@@ -86,7 +86,9 @@ def _record_tokens(
         space = " " if name.startswith("\u2581") and not text.startswith(" ") else ""
         text_of_id[token] = space + text or name
     texts = [text_of_id[token] for token in shown_ids]
-    masks = {name: output[name][row, :length] for name in ("completion_mask", "tool_mask") if name in output}
+    masks: dict[str, Any] = {
+        name: output[name][row, :length] for name in ("completion_mask", "tool_mask") if name in output
+    }
     advantages = output["advantages"][row]  # of the row, or (T,) of its tokens
     advantage_T = advantages[:length] if advantages.ndim else advantages.expand(length)
     trained_T = zip(trained_mask(masks).tolist(), advantage_T.tolist(), strict=True)
