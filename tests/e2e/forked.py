@@ -14,7 +14,8 @@ command line, also in ``/proc``, its own random seeds, and only the open files t
 Some differences remain. Libraries have read their variables in the template, so a server or trainer whose variables
 differ in a name of ``_READ_ON_IMPORT`` is started by exec, like all programs that are not in ``_PROGRAMS``. An import
 that is missing in our code, or fails, is not noticed. All processes of a template share the seed of string hashes:
-where a test compares two runs bit by bit, one of them is started by exec.
+where a test compares two runs bit by bit, one of them is started by exec. vLLM's workers do not replace kernels
+themselves, so a failure there shows only in a run that is started by exec.
 """
 
 from __future__ import annotations
@@ -479,7 +480,9 @@ def _serve(address: str, ready_writer: int, parent: int) -> None:
     variables = dict(os.environ)
     gc.disable()
     _import_libraries()
+    thresholds = gc.get_threshold()
     copies = _import_copies()
+    gc.set_threshold(*thresholds)  # the server's module, which sets another one, runs again in a server
     gc.collect()
     gc.freeze()
     gc.enable()
