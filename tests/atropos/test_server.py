@@ -6,12 +6,14 @@ import asyncio
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("atroposlib")
 
+import httpx
 import openai
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
@@ -124,6 +126,41 @@ def test_a_server_that_is_lost_for_a_while_is_asked_again_and_that_is_said_once(
     assert "the-token" not in output
     sample(server, input_ids=[1])
     assert capsys.readouterr().out == ""
+
+
+def test_an_outage_is_printed_once_though_requests_overlap(vllm: FakeVllm, capsys: pytest.CaptureFixture[str]) -> None:
+    server = server_of(vllm)
+
+    async def overlap() -> None:
+        """Let a request fail, an earlier one succeed, the failed one succeed, and another earlier one fail."""
+        recovered, succeeds, fails = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        def start(*attempts: tuple[asyncio.Event | None, bool]) -> asyncio.Task[Any]:
+            """Start a request, with the event that each attempt waits for and whether it then succeeds."""
+            remaining = iter(attempts)
+
+            async def create(**_: Any) -> Any:
+                event, is_answered = next(remaining)
+                if event is not None:
+                    await event.wait()
+                if not is_answered:
+                    raise openai.APIConnectionError(request=httpx.Request("POST", vllm.url))
+                return SimpleNamespace(headers={})
+
+            return asyncio.create_task(server._request(create, {"model": "m"}, str))
+
+        early_success, early_failure = start((succeeds, True)), start((fails, False), (None, True))
+        await asyncio.sleep(0.01)
+        failed = start((None, False), (recovered, True))
+        while server._lost_since is None:
+            await asyncio.sleep(0.01)
+        for event, request in ((succeeds, early_success), (recovered, failed), (fails, early_failure)):
+            event.set()
+            await request
+
+    asyncio.run(asyncio.wait_for(overlap(), 20))
+    output = capsys.readouterr().out
+    assert output.count("does not answer (") == 1 and output.count("answers again after") == 1
 
 
 def test_a_restart_with_another_token_at_the_same_address_is_waited_for(vllm: FakeVllm, tmp_path: Path) -> None:

@@ -143,6 +143,7 @@ class RunServer(APIServer):
             http_client=self._http,
         )  # fmt: skip
         self._lost_since: float | None = None  # time.monotonic() of the first failure, or None
+        self._recovered_at = 0.0  # time.monotonic() of the first answer after the last failure
         self._sends_version = False  # whether the last answer had a policy version
         self._printed_limit = False  # whether a request for too many tokens was printed
 
@@ -248,11 +249,12 @@ class RunServer(APIServer):
         ``patience`` seconds, and openai's error if the server rejects the request.
         """
         patience, model = self.config.patience, body.pop("model")
+        began = time.monotonic()  # of the last attempt
         where = f"the vLLM server at {self.config.base_url}"
 
         def record_loss(state: RetryCallState) -> None:
             """Record the time of the first failure, and print once that requests wait for the server."""
-            if self._lost_since is None:
+            if self._lost_since is None and began >= self._recovered_at:
                 self._lost_since = time.monotonic()
                 reason = _describe_error(state.outcome.exception() if state.outcome else None)
                 say(f"{where} does not answer ({reason}); requests wait for it")
@@ -263,6 +265,7 @@ class RunServer(APIServer):
         )  # fmt: skip
         try:
             async for attempt in attempts:
+                began = time.monotonic()
                 with attempt:
                     response = await create(model=model, extra_body=body, extra_headers=self._read_authorization())
                     answer, version = read(response), response.headers.get(POLICY_HEADER)
@@ -272,8 +275,10 @@ class RunServer(APIServer):
             reason = _describe_error(error.last_attempt.exception())
             raise ServerGone(f"{where} did not answer for {patience:g} s: {reason}") from error
         self._sends_version = version is not None
-        if self._lost_since is not None:
-            say(f"{where} answers again after {time.monotonic() - self._lost_since:.0f} s")
+        # The outcome of an attempt that began before a loss or a recovery does not change it.
+        if self._lost_since is not None and began >= self._lost_since:
+            self._recovered_at = time.monotonic()
+            say(f"{where} answers again after {self._recovered_at - self._lost_since:.0f} s")
             self._lost_since = None
         return answer, None if version is None else int(version)
 
