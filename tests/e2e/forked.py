@@ -173,9 +173,12 @@ class Template:
 class _State:
     """The state of the template after its imports, to which each forked process returns."""
 
-    def __init__(self, variables: dict[str, str], copies: dict[str, dict[str, types.ModuleType]]) -> None:
+    def __init__(
+        self, variables: dict[str, str], copies: dict[str, dict[str, types.ModuleType]], torch_packages: list[Any]
+    ) -> None:
         stat = _read_stat()
         self.copies = copies  # of this project's modules, for each kind of process
+        self.torch_packages = torch_packages  # what torch could load before the import of these copies
         self.arguments_at, self.variables_at = stat[48], stat[50]  # addresses
         self.path = list(sys.path)
         self.modules = set(sys.modules)
@@ -337,6 +340,8 @@ def _forget_parent(program: _Program, argv: list[str], variables: dict[str, str]
     if process_kind != _TRAINER or hidden_packages == [_HIDDEN]:
         sys.modules.update(state.copies[process_kind])
         sys.modules.pop(target, None)  # it runs as __main__
+    else:  # with vLLM in the trainer, TRL is imported differently
+        sys.modules["torch"].serialization._package_registry[:] = state.torch_packages
     is_safe = "-P" in argv[1:5] or variables.get("PYTHONSAFEPATH")
     if kind == "script" and not is_safe:
         sys.path.insert(0, str(Path(target).resolve().parent))
@@ -480,13 +485,13 @@ def _serve(address: str, ready_writer: int, parent: int) -> None:
     variables = dict(os.environ)
     gc.disable()
     _import_libraries()
-    thresholds = gc.get_threshold()
+    thresholds, torch_packages = gc.get_threshold(), list(sys.modules["torch"].serialization._package_registry)
     copies = _import_copies()
     gc.set_threshold(*thresholds)  # the server's module, which sets another one, runs again in a server
     gc.collect()
     gc.freeze()
     gc.enable()
-    state = _State(variables, copies)
+    state = _State(variables, copies, torch_packages)
     state.files.discard(ready_writer)
     state.record_exit_functions()
     _patch_process_titles(state)
