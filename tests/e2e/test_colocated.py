@@ -69,7 +69,7 @@ def test_config_file_replaces_the_packaged_accelerate_file(launch: Callable[...,
 
     plan = read_json(run.run_dir / "plan.json")
     assert plan["accelerator"] == "custom" and str(mine) in plan["processes"][0]["argv"]
-    assert "DeepSpeed" in run.log("trainer")
+    assert list(run.run_dir.glob("checkpoints/*/zero_to_fp32.py"))  # DeepSpeed writes it
     assert_vllm_has_the_trainers_weights(run, 3)
 
 

@@ -79,7 +79,7 @@ def test_config_file_replaces_the_packaged_accelerate_file(
 
     plan = json.loads((run.run_dir / "plan.json").read_text())
     assert plan["accelerator"] == "custom" and str(mine) in plan["processes"][1]["argv"]
-    assert "DeepSpeed" in run.log("trainer")
+    assert list(run.run_dir.glob("checkpoints/*/zero_to_fp32.py"))  # DeepSpeed writes it
     assert len(run.rows()) == 3
 
 

@@ -49,7 +49,7 @@ def test_two_processes_share_the_optimizer_of_an_adapter(launch: Callable[..., L
     checkpoint = run.run_dir / "checkpoints" / "checkpoint-2"
     assert (checkpoint / "adapter_model.safetensors").exists() and (checkpoint / "COMPLETE").exists()
     plan = json.loads((run.run_dir / "plan.json").read_text())
-    assert plan["accelerator"] == "zero2" and "DeepSpeed" in run.log("trainer")
+    assert plan["accelerator"] == "zero2" and (checkpoint / "zero_to_fp32.py").exists()  # DeepSpeed writes it
     assert_the_model_is_base_and_adapter(run.run_dir, plan["model"])
 
 
