@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import importlib.metadata
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,8 +51,6 @@ RIGHT = {
     "vllm_max_model_length": 2048,
 }
 
-_COMPILING_SECONDS = 600  # more than DeepSpeed needs to compile an operator
-
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leave out files and folders whose tests do not belong to this run."""
@@ -62,12 +58,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_sessionstart() -> None:
-    """Remove the locks of killed tests from the cache of compiled operators. DeepSpeed waits for them without end."""
+    """Check that a session which shall run without extensions has none."""
     assert bool(os.environ.get(ALONE)) <= bool(deleted()), "core_alone.py has deleted nothing"
-    for lock in (Path(__file__).parents[1] / ".cache" / "torch_extensions").glob("*/lock"):
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - lock.stat().st_mtime > _COMPILING_SECONDS:
-                lock.unlink()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

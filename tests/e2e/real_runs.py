@@ -228,7 +228,6 @@ def clean_environment(folder: Path, mark: str, **variables: str) -> dict[str, st
         "RUN_ROOT": str(folder / "runs"),
         "GRPO_TEST": mark,
         "HF_TOKEN": SECRET,
-        "TORCH_EXTENSIONS_DIR": str(REPOSITORY / ".cache" / "torch_extensions"),
         **variables,
     }
 

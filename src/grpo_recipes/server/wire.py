@@ -59,7 +59,7 @@ class PackedRows(Sequence[Any]):
     """
 
     bounds: NDArray[np.int64]
-    """Where each row starts and the last one ends, (B + 1,)."""
+    """The start of each row, and the end of the last row, (B + 1,)."""
     values: NDArray[np.int32] | NDArray[np.float32]
     """Ids or log-probs of all rows, (sum of lengths,)."""
 
