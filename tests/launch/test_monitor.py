@@ -266,12 +266,19 @@ def test_a_transfer_is_no_longer_than_any_other_phase():
     assert ranks.find_stall([phase("sync")], now=11) == (phase("sync"), 11)
 
 
-@pytest.mark.parametrize(("server", "ends"), [(True, True), (False, False)])
-def test_a_transfer_that_waits_for_the_next_server_is_not_late(read, tmp_path, monkeypatch, server, ends):
+@pytest.mark.parametrize(
+    ("server", "limits", "message"),
+    [
+        (True, {"weight_sync_timeout": 20}, "(weight_sync_timeout 20)"),
+        (True, {"stall_timeout": 20}, "(stall_timeout 20)"),  # the shorter limit ended the run
+        (False, {"weight_sync_timeout": 20}, ""),
+    ],
+)
+def test_a_transfer_that_waits_for_the_next_server_is_not_late(read, tmp_path, monkeypatch, server, limits, message):
     monkeypatch.setattr(monitor, "_DUMP_SECONDS", 0)
     attempt = SimpleNamespace(
         hooks=AllHooks([]),
-        run=SimpleNamespace(folder=tmp_path), recipe=read(weight_sync_timeout=20), environment={},
+        run=SimpleNamespace(folder=tmp_path), recipe=read(**limits), environment={},
         workers=NodeWorkers(1), plan=SimpleNamespace(mode="server", bridge="file"),
         server_address=lambda: ("127.0.0.1", 1, "token"),
     )  # fmt: skip
@@ -288,9 +295,9 @@ def test_a_transfer_that_waits_for_the_next_server_is_not_late(read, tmp_path, m
     later = time.monotonic() + 30
     monkeypatch.setattr(monitor, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: later}))
     ending = watched.tick()
-    assert (ending is not None) == ends
-    if ends:
-        assert "phase sync after step 2 for 30 s (weight_sync_timeout 20) in the 'file' bridge" in ending.cause
+    assert (ending is not None) == bool(message)
+    if message:
+        assert f"phase sync after step 2 for 30 s {message} in the 'file' bridge" in ending.cause
 
 
 def test_a_rank_in_one_phase_for_longer_than_the_limit_stands():

@@ -427,8 +427,11 @@ class Monitor:
             return None
         phase, seconds = stall
         cause = f"rank {phase.rank} has been in phase {phase.name} after step {phase.step} for {seconds:.0f} s"
-        key = "weight_sync_timeout" if phase.name in SYNC_PHASES else "stall_timeout"
-        cause += f" ({key} {self._attempt.recipe[key]:g})"
+        limits = {"stall_timeout": self._attempt.recipe.processes.stall_timeout}
+        if phase.name in SYNC_PHASES:
+            limits["weight_sync_timeout"] = self._attempt.recipe.server.weight_sync_timeout
+        key = min(limits, key=lambda name: limits[name])
+        cause += f" ({key} {limits[key]:g})"
         if phase.name in SYNC_PHASES and (bridge := self._attempt.plan.bridge):
             cause += f" in the '{bridge}' bridge"
         extensions = Path(self._attempt.environment.get("TORCH_EXTENSIONS_DIR", ""))
