@@ -20,6 +20,8 @@ from grpo_recipes.recipe.check import choose_recipe
 from grpo_recipes.slurm.client import SlurmJob
 from grpo_recipes.smoke import smoke_folder
 
+from .model_folders import QWEN_7B, model_folder
+
 ROOT = Path(__file__).parents[2]
 MATH = ROOT / "recipes/Qwen2.5-1.5B-Instruct/grpo/config_math.yaml"
 SMOKE = ROOT / "recipes/smoke/grpo.yaml"
@@ -107,13 +109,37 @@ def test_trainers_with_vllm_inside_get_what_a_server_on_cpu_gets(planned, option
     assert on_gpus["VLLM_NO_USAGE_STATS"] == "1" and not {*names[2:], names[0]} & on_gpus.keys()
 
 
-def test_the_size_of_the_kv_cache_in_the_recipe_reaches_a_server_on_cpu(planned, option):
+def test_a_kv_cache_on_cpu_has_room_for_twice_the_sequences_that_the_server_generates_at_the_same_time(
+    planned, option, tmp_path
+):
     """In vLLM the variable, which every server gets, overrides the flag. server/serve.py removes it."""
+    layers, heads, head_size, element = 4, 2, 128, 4
+    model = model_folder(tmp_path, QWEN_7B | {"num_hidden_layers": layers, "num_key_value_heads": heads})
+    keys = {"model_name_or_path": model, "dtype": "float32", "bf16": False, "device": "cpu"}
+
+    def planned_cache(length, sequences, **changes):
+        return planned(**keys, vllm_max_model_length=length, vllm_max_num_seqs=sequences, **changes).kv_cache_bytes
+
+    token = 2 * layers * heads * head_size * element
+    assert planned_cache(1000, 40) == 2 * 40 * 1024 * token  # 8 blocks of 128 tokens for each sequence
+    assert planned_cache(1000, 1) == 64 * 2**20
+    assert planned_cache(8000, 200) == 2**30
+    assert planned_cache(1000, 40, vllm_args={"kv_cache_memory_bytes": 2**29}) == 2**29
+
+    plan = planned(**keys, vllm_max_model_length=1000, vllm_max_num_seqs=40)
+    assert option(plan.process("server").argv, "--kv-cache-memory-bytes") == str(plan.kv_cache_bytes)
     exported = {"VLLM_CPU_KVCACHE_SPACE": "7"}
-    assert planned(device="cpu", environment=exported).process("server").environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
-    plan = planned(device="cpu", environment=exported, vllm_args={"kv_cache_memory_bytes": 2**29})
+    plan = planned(**keys, environment=exported, vllm_args={"kv_cache_memory_bytes": 2**29})
     server = plan.process("server")
+    assert server.argv.count("--kv-cache-memory-bytes") == 1
     assert option(server.argv, "--kv-cache-memory-bytes") == str(2**29)
+    assert server.environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
+
+
+def test_vllm_chooses_the_kv_cache_on_gpus_and_inside_trainers(planned):
+    assert planned().kv_cache_bytes is None
+    plan = planned(device="cpu", vllm_mode="colocate", num_processes=2)
+    assert plan.kv_cache_bytes is None
 
 
 def test_without_vllm_everything_trains(planned):

@@ -41,9 +41,9 @@ from grpo_recipes.recipe.trackers import SHARED_FOLDERS, TRACKERS
 from grpo_recipes.recipe.vllm_flags import flag_words
 from grpo_recipes.runs.rundir import SYNC_FOLDER
 
+KV_CACHE_BYTES = "kv_cache_memory_bytes"  # flag in vllm_args
 LOGS = "logs"  # folder of the logs if the variable LOGDIR is not set
-_CPU_KV_CACHE_GIB = 1
-_KV_CACHE_BYTES = "kv_cache_memory_bytes"  # flag in vllm_args
+_CPU_KV_CACHE_GIB = 1  # without a size in the plan
 _HUB_LOGIN = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH")
 _KEEP_ALIVE_SECONDS = 30 * 24 * 3600
 _COLOCATED_SHARE = 0.3  # default fraction of a GPU's memory for vLLM if a trainer uses the same GPU
@@ -259,6 +259,8 @@ def _plan_server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], nam
     if plan.replicas > 1:
         # A second API server would neither see the first one's requests nor load adapters.
         argv += ["--data-parallel-size", str(plan.replicas), "--api-server-count", "1"]
+    if plan.kv_cache_bytes and KV_CACHE_BYTES not in (recipe.server.args or {}):
+        argv += ["--kv-cache-memory-bytes", str(plan.kv_cache_bytes)]
     if not seeds_sampling(recipe.sampling.seed_server, plan.device == "cpu"):
         argv += ["--seed", str(recipe.batch.seed)]
     if plan.bridge == "lora":
@@ -272,11 +274,6 @@ def _plan_server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], nam
         "server", argv, variables, plan.server_gpus, log, ready="serving", on_loss=on_loss,
         renewed=plan.bridge == "restart", with_trainers=not reconnects,
     )  # fmt: skip
-
-
-def cpu_kv_cache_bytes(recipe: Recipe) -> int:
-    """Return the bytes of vLLM's KV cache on CPU: the recipe's flag in ``vllm_args``, or a default."""
-    return int((recipe.server.args or {}).get(_KV_CACHE_BYTES) or _CPU_KV_CACHE_GIB * 2**30)
 
 
 def measure_weights(model: str) -> int:

@@ -25,7 +25,7 @@ import yaml
 from grpo_recipes.errors import ConfigError, config_error, translate_errors
 from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.plan import devices
-from grpo_recipes.plan.commands import vllm_memory_fraction, with_processes
+from grpo_recipes.plan.commands import KV_CACHE_BYTES, vllm_memory_fraction, with_processes
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.estimates import find_needs
 from grpo_recipes.plan.models import UnknownShape
@@ -51,6 +51,9 @@ ACCELERATE_FILES = {
 }  # fmt: skip
 # vLLM needs at least one token of its scheduler's batch for each sequence: 2,048 is its smallest default batch.
 _MOST_SEQUENCES = 2048
+# KV cache of a server on CPU. vLLM fills it with zeros at its start, which takes a second for each GiB.
+_LEAST_CPU_CACHE, _MOST_CPU_CACHE = 64 * 2**20, GIB
+_CPU_BLOCK = 128  # tokens for which vLLM reserves KV cache at a time
 _SEQUENCES_SHARE = 10  # the logits of all sequences may take 1/10 of the memory left for the KV cache
 _IGNORED_VARIABLES = ("GPUS_PER_NODE", "MAX_PROMPT_CHARS")  # variables of the training guide that have no effect
 
@@ -73,8 +76,8 @@ def make_plan(
     plan = _lay_out(recipe, resources, environment)
     if problems := [problem for part in load_roles() for problem in part.problems(recipe, plan)]:
         raise ConfigError(*problems)
-    most_sequences = choose_max_num_seqs(recipe, plan, resources.gpu_gib)
-    plan = replace(plan, data=describe_data(recipe, plan), max_num_seqs=most_sequences)
+    plan = _with_engine_sizes(plan, recipe, resources.gpu_gib)
+    plan = replace(plan, data=describe_data(recipe, plan))
     plan.notes.extend(_list_notes(plan, recipe, resources, environment))
     plan = with_sources(plan, recipe, resources, sources) if sources else plan
     return with_processes(plan, recipe, resources, environment, names, sources) if names else plan
@@ -189,7 +192,33 @@ def with_sources(plan: Plan, recipe: Recipe, resources: Resources, sources: Asse
     reward_models = tuple(filter(None, map(find_folder, list_reward_models(recipe.rewards.funcs))))
     notes = [*plan.notes, *sources.notes(recipe)]
     plan = replace(plan, model=model, teacher=find_folder(plan.teacher), reward_models=reward_models, notes=notes)
-    return replace(plan, max_num_seqs=choose_max_num_seqs(recipe, plan, resources.gpu_gib))
+    return _with_engine_sizes(plan, recipe, resources.gpu_gib)
+
+
+def _with_engine_sizes(plan: Plan, recipe: Recipe, gpu_gib: float | None) -> Plan:
+    """Return the plan with ``max_num_seqs`` and ``kv_cache_bytes``, chosen for its model."""
+    plan = replace(plan, max_num_seqs=choose_max_num_seqs(recipe, plan, gpu_gib))
+    return replace(plan, kv_cache_bytes=choose_kv_cache_bytes(recipe, plan))
+
+
+def choose_kv_cache_bytes(recipe: Recipe, plan: Plan) -> int | None:
+    """Return the bytes of the KV cache of a server's engine on CPU.
+
+    The recipe's flag in ``vllm_args`` decides if it is set. By default, the cache has room for twice as many sequences
+    of maximal length as the engine generates at the same time, between 64 MiB and 1 GiB, and 1 GiB if the model's
+    shape is unknown. Return None if vLLM itself decides: on GPUs, and inside trainers.
+    """
+    if plan.device != "cpu" or plan.mode != "server":
+        return None
+    if size := (recipe.server.args or {}).get(KV_CACHE_BYTES):
+        return int(size)
+    try:
+        work = Workload.of(recipe, plan)
+    except UnknownShape:
+        return _MOST_CPU_CACHE
+    blocks = -(-work["vllm_max_model_length"] // _CPU_BLOCK)
+    sequences = plan.max_num_seqs or DEFAULT_SEQUENCES[plan.device]
+    return min(max(2 * sequences * work.sequence_cache(blocks * _CPU_BLOCK), _LEAST_CPU_CACHE), _MOST_CPU_CACHE)
 
 
 def choose_max_num_seqs(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> int | None:

@@ -164,6 +164,7 @@ class Plan:
     server_nodes: int = 1  # nodes with engines of the server
     # Most completions that a vLLM engine generates at the same time; None: vLLM's default.
     max_num_seqs: int | None = None
+    kv_cache_bytes: int | None = None  # KV cache of a server's engine on CPU; None: as much as vLLM chooses
     teacher: str | None = None  # folder or hub id of the teacher, None without one
     reward_models: tuple[str, ...] = ()  # folders or hub ids
     weight_bytes: int = 0  # size of the model's files on this machine; set by with_processes

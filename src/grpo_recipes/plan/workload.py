@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_recipes.plan.commands import cpu_kv_cache_bytes, longest_sequence, vllm_memory_fraction
+from grpo_recipes.plan.commands import longest_sequence, vllm_memory_fraction
 from grpo_recipes.plan.models import UnknownShape, read_model
 from grpo_recipes.plan.needs import GIB, Parts
 from grpo_recipes.plan.types import Plan
@@ -88,7 +88,7 @@ class Workload(dict[str, Any]):
             "teacher": read_model(plan.teacher, plan.teacher) if plan.teacher else {},  # its sizes
             "reward_models": [read_model(model, model) for model in plan.reward_models],  # their sizes
             "replicas": plan.replicas,
-            "cpu_kv_cache": cpu_kv_cache_bytes(recipe),  # of a vLLM on CPU
+            "cpu_kv_cache": plan.kv_cache_bytes or GIB,  # bytes of a vLLM on CPU
             **{name: getattr(plan, name) for name in ("device", "mode", "accelerator", "bridge", "gpu_shared")},
             **{key: recipe[key] for key in _KEYS},
             **({"mode": EXTERNAL} if added else {}),  # like the trainers of an external server, they sample nothing
