@@ -31,7 +31,8 @@ def attempt(keys: dict) -> dict:
     OPENED.clear()
     tokenizer, args = smoke.build_tokenizer(), ScriptArguments(**keys)
     try:
-        loaded = [load_prompts(args, tokenizer, seed=3), load_eval_prompts(args, tokenizer, 3)]
+        run = Path(os.environ["GRPO_RUN_DIR"])
+        loaded = [load_prompts(args, tokenizer, seed=3, run=run), load_eval_prompts(args, tokenizer, 3, run=run)]
     except (ConfigError, RuntimeError, ZeroDivisionError) as error:
         return {"opened": [*OPENED], "error": [type(error).__name__, str(error)]}
     train, evaluation = (seen(prompts) for prompts in loaded)

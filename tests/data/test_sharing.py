@@ -10,6 +10,7 @@ from rank_processes import run_ranks
 TEMPLATE = "{{ messages[-1]['content'] }}!"
 ATTEMPTS = {
     "right": {"max_train_prompts": 10, "chat_template": TEMPLATE},
+    "resumed": {"max_train_prompts": 10, "chat_template": TEMPLATE},
     "again": {"max_train_prompts": 20},
     "refused": {"dataset_prompt_column": "question"},
     "failed": {"chat_template": "{{ 1 // 0 }}"},
@@ -24,7 +25,10 @@ def outcomes(tmp_path_factory) -> dict[str, tuple[dict, dict]]:
     for name in ("train", "test"):
         rows = [{"problem": f"p{n}", "answer": str(n)} for n in range(50)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = {"dataset_name": str(folder / "train.jsonl"), "eval_dataset_name": str(folder / "test.jsonl")}
+    names = {name: str(folder / f"{name}.jsonl") for name in ("train", "test")}
+    sources = [{"kind": "dataset", "id": path, "revision": None, "path": path} for path in names.values()]
+    (folder / "run" / "sources.json").write_text(json.dumps({"sources": sources}))
+    files = {"dataset_name": names["train"], "eval_dataset_name": names["test"]}
     attempts = json.dumps([{**files, **keys} for keys in ATTEMPTS.values()])
     run_ranks("data.shared_by_ranks", str(folder), attempts)
     first, second = (json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2))
@@ -39,6 +43,14 @@ def test_one_rank_reads_and_both_get_the_same(outcomes):
     assert len(first["train"]["rows"]) == 10 and first["train"]["example"].endswith("!")
     assert first["eval"]["said"].startswith("evaluating on 50 of 50 rows (eval_max_prompts 1000)")
     assert first["template"] == second["template"] == TEMPLATE
+
+
+def test_a_later_attempt_reads_nothing_and_gets_the_same(outcomes):
+    for before, resumed in zip(outcomes["right"], outcomes["resumed"], strict=True):
+        assert resumed["opened"] == []
+        assert [resumed[name] for name in ("train", "eval", "template")] == [
+            before[name] for name in ("train", "eval", "template")
+        ]
 
 
 def test_another_attempt_leaves_nothing_of_those_before(outcomes):

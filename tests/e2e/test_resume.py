@@ -10,7 +10,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 from documented import documented
-from real_runs import REPOSITORY, Launch, override
+from real_runs import REPOSITORY, Launch, override, same_rows, stop_and_resume, weights_hash
 
 from grpo_recipes.runs.checkpoints import list_complete_checkpoints, parse_step
 
@@ -101,6 +101,21 @@ def test_a_signal_saves_after_the_step_and_the_run_goes_on(launch: Callable[...,
     assert [row["step"] for row in second.rows()] == list(range(1, stopped + 3))
     assert second.rows()[:stopped] == first.rows()[:stopped]
     assert (second.run_dir / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_resumed_run_uses_the_prompts_of_its_first_attempt(launch: Callable[..., Launch]) -> None:
+    held_out = {"eval_strategy": "steps", "eval_steps": 4, "eval_dataset_name": "smoke:sums"}
+    flags = override(SHORT, save_steps=100000, use_vllm=False, **held_out)
+    whole = launch(*flags, folder="whole")
+    assert whole.wait() == 0, whole.output
+
+    resumed = stop_and_resume(launch, *flags)
+
+    log = resumed.log("trainer")
+    assert all(log.count(f"grpo: using the prompts in prompts/{name}-") == 1 for name in ("train", "eval"))
+    assert len([*(resumed.run_dir / "prompts").iterdir()]) == 2
+    assert same_rows(resumed, whole) and weights_hash(resumed) == weights_hash(whole)
 
 
 def test_resume_refuses_changed_code_and_what_is_no_run(launch: Callable[..., Launch]) -> None:

@@ -1,6 +1,7 @@
 """Datasets: from a file or the hub to prompts and solutions.
 
-Read ``problems`` (sources, columns, mixtures), then ``prompts`` (templates, lengths, ranks).
+Read ``problems`` (sources, columns, mixtures), then ``prompts`` (templates, lengths, ranks) and
+``store`` (the prompts of earlier attempts).
 """
 
 from grpo_recipes.data.problems import Fetched, read_rows

@@ -5,11 +5,9 @@ prompts = load_prompts(script_args, tokenizer, least=args.prompts_per_step, seed
 
 import math
 import os
-import shutil
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +38,7 @@ from grpo_recipes.data.problems import (
     require_columns,
     select_rows,
 )
+from grpo_recipes.data.store import find_entry, identify_prompts, store_dataset
 from grpo_recipes.errors import ConfigError, config_error, translate_errors
 from grpo_recipes.recipe.configs import ScriptArguments
 from grpo_recipes.recipe.generated import GeneratedData, generated
@@ -146,7 +145,7 @@ class Prompts:
     dataset: Dataset
     """Columns ``prompt`` (chat messages), ``answer`` (a text), and the source's other columns."""
     counts: Counts
-    example: str
+    example: str = ""
     """The first prompt in the rendering for the model."""
     title: str = ""
     """The purpose of the prompts, unless they are for training."""
@@ -160,9 +159,9 @@ class Prompts:
 
 def load_prompts(
     args: ScriptArguments, tokenizer: PreTrainedTokenizerBase, least: int = 1, seed: int = 0,
-    template_kwargs: dict[str, Any] | None = None, fetched: Fetched | None = None,
+    template_kwargs: dict[str, Any] | None = None, fetched: Fetched | None = None, run: Path | None = None,
 ) -> Prompts:  # fmt: skip
-    """Read, render and filter the training prompts. With several ranks, rank 0 does it and saves them for the others.
+    """Read, render and filter the training prompts. In a trainer of ``run``, rank 0 does it and stores them there.
 
     ``args.chat_template``, if set, is stored in the tokenizer. ``least`` is the number of prompts of a step. ``seed``
     shuffles the rows before ``max_train_prompts`` selects the first ones. ``template_kwargs`` are the recipe's
@@ -170,12 +169,16 @@ def load_prompts(
     read, a column is missing, the template fails, or too few prompts remain.
     """
     renderer = make_renderer(args.chat_template, tokenizer, template_kwargs)
+    data = generated(args.dataset_name)
+    is_ordered = data is not None and data.ordered
 
     def prepare() -> Prompts:
         """Return the training prompts. Raise ConfigError if fewer than ``least`` are left."""
         counts, limit = Counts(), args.max_train_prompts
-        if (data := generated(args.dataset_name)) and data.ordered:
-            return _load_repeated(args, renderer, counts, least)
+        if is_ordered:
+            source = get_train_source(args)
+            problems = _load_all(source, args, renderer, counts)
+            return Prompts(problems, counts, title=f"{len(problems)} problems of {source.id}")
         if args.dataset_mixture:
             training, held_out = load_mixture(args, counts, fetched)
             if held_out is not None:
@@ -207,14 +210,15 @@ def load_prompts(
             fix = fix if key else "lower prompts_per_step, or name a larger dataset"
             raise config_error(key or "prompts_per_step", "; ".join([problem, *long, *counts.lines()]), fix)
         counts.notes += renderer.notes(dataset[0]["prompt"])
-        return Prompts(dataset, counts, renderer.text(dataset[0]["prompt"]))
+        return Prompts(dataset, counts)
 
-    return _prepare_on_main("train", prepare)
+    prompts = _prepare_on_main("train", args, renderer, [least, seed], prepare, run)
+    return replace(prompts, dataset=_repeat(prompts.dataset, least)) if is_ordered else prompts
 
 
 def load_eval_prompts(
     args: ScriptArguments, tokenizer: PreTrainedTokenizerBase, seed: int,
-    template_kwargs: dict[str, Any] | None = None, fetched: Fetched | None = None,
+    template_kwargs: dict[str, Any] | None = None, fetched: Fetched | None = None, run: Path | None = None,
 ) -> Prompts:  # fmt: skip
     """Read, sample, render and filter the evaluation prompts, as ``load_prompts`` does for training.
 
@@ -252,22 +256,19 @@ def load_eval_prompts(
         limits = f"eval_max_prompts {args.eval_max_prompts}"
         limits += f", eval_subsample {args.eval_subsample:g}" if args.eval_subsample < 1 else ""
         title = f"evaluating on {len(dataset)} of {len(rows)} rows ({limits})"
-        return Prompts(dataset, counts, renderer.text(dataset[0]["prompt"]), title)
+        return Prompts(dataset, counts, title=title)
 
-    return _prepare_on_main("eval", prepare)
+    return _prepare_on_main("eval", args, renderer, [seed], prepare, run)
 
 
-def _load_repeated(args: ScriptArguments, renderer: Renderer, counts: Counts, least: int) -> Prompts:
-    """Load all training problems of a generated dataset, repeated until an epoch consists of whole steps.
+def _repeat(problems: Dataset, least: int) -> Dataset:
+    """Repeat all training problems of a generated dataset until an epoch consists of whole steps.
 
     ``least`` is the number of prompts of a step. TRL's sampler drops an incomplete step at the end of an epoch, so the
     epoch is a common multiple of ``least`` and the number of problems. Therefore, step i of an unshuffled run has the
-    problems (i * least + j) mod the number of problems, in every epoch. Update ``counts``.
+    problems (i * least + j) mod the number of problems, in every epoch.
     """
-    source = get_train_source(args)
-    problems = _load_all(source, args, renderer, counts)
-    dataset = problems.select([row % len(problems) for row in range(math.lcm(len(problems), least))])
-    return Prompts(dataset, counts, renderer.text(problems[0]["prompt"]), f"{len(problems)} problems of {source.id}")
+    return problems.select([row % len(problems) for row in range(math.lcm(len(problems), least))])
 
 
 def _load_held_out(
@@ -290,8 +291,7 @@ def _load_held_out(
     if len(rows) < len(problems):
         counts.notes.append(f"{len(problems) - len(rows)} copies of training problems left out")
     dataset = problems.select(rows)
-    title = f"evaluating on {len(dataset)} problems of {source.id}"
-    return Prompts(dataset, counts, renderer.text(dataset[0]["prompt"]), title)
+    return Prompts(dataset, counts, title=f"evaluating on {len(dataset)} problems of {source.id}")
 
 
 def _load_all(source: DataSource, args: ScriptArguments, renderer: Renderer, counts: Counts) -> Dataset:
@@ -307,25 +307,53 @@ def _load_all(source: DataSource, args: ScriptArguments, renderer: Renderer, cou
     return dataset
 
 
-def _prepare_on_main(name: str, prepare: Callable[[], Prompts]) -> Prompts:
-    """Call ``prepare`` on rank 0, which saves the dataset to ``<run>/prompts``; memory-map it on every other rank.
+def _prepare_on_main(
+    name: str, args: ScriptArguments, renderer: Renderer, numbers: list[int], prepare: Callable[[], Prompts],
+    run: Path | None,
+) -> Prompts:  # fmt: skip
+    """Call ``prepare`` on rank 0, which stores the dataset in ``run/prompts``; memory-map it on every other rank.
 
-    All nodes share the file system of the run directory. Earlier datasets with this ``name`` are deleted there. A
-    single process writes nothing. A ConfigError of ``prepare`` is raised on every rank. After another error, the
-    other ranks raise a RuntimeError.
+    A later attempt of the run uses the stored dataset, unless anything that determines the prompts has changed:
+    the recipe's values, ``numbers``, or the rest of ``identify_prompts``. Without a run, nothing is stored, and each
+    process prepares its prompts. All nodes share the file system of the run directory. A ConfigError of ``prepare`` is
+    raised on every rank. After another error, the other ranks raise a RuntimeError.
     """
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return prepare()
+    if run is None:
+        prompts = prepare()
+        return replace(prompts, example=renderer.text(prompts.dataset[0]["prompt"]))
+    values = [vars(args), numbers, renderer.template_kwargs]
+    is_single = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+
+    def find_or_prepare() -> tuple[Prompts, Path | None]:
+        """Return the prompts, and the folder with them; None if a single process can't reuse or store them."""
+        identity = identify_prompts(run, args, renderer.tokenizer, values)
+        if entry := find_entry(run / "prompts", name, identity):
+            folder, fields = entry
+            print(f"grpo: using the prompts in prompts/{folder.name}, prepared by an earlier attempt")
+            return Prompts(load_from_disk(folder), Counts(**fields["counts"]), title=fields["title"]), folder
+        prompts = prepare()
+        if is_single and identity is None:
+            return prompts, None
+        fields = {"counts": asdict(prompts.counts), "title": prompts.title}
+        try:
+            return prompts, store_dataset(run / "prompts", name, identity, prompts.dataset, fields)
+        except OSError as error:
+            if not is_single:  # the other ranks need the folder
+                raise
+            print(f"grpo: note: the prompts could not be stored, a resumed attempt prepares them again ({error})")
+            return prompts, None
+
+    prompts = find_or_prepare()[0] if is_single else _share(find_or_prepare)
+    return replace(prompts, example=renderer.text(prompts.dataset[0]["prompt"]))
+
+
+def _share(find_or_prepare: Callable[[], tuple[Prompts, Path | None]]) -> Prompts:
+    """Call a function on rank 0, and return its prompts on every rank, memory-mapped from their folder."""
     failure: Exception | None = None
     outcome: dict[str, Any] = {}  # rank 0's message to the other ranks
     if torch.distributed.get_rank() == 0:
         try:
-            prompts, home = prepare(), Path(os.environ["GRPO_RUN_DIR"]) / "prompts"
-            home.mkdir(exist_ok=True)
-            for old in home.glob(f"{name}-*"):  # written by an earlier attempt
-                shutil.rmtree(old)
-            folder = home / f"{name}-{uuid.uuid4().hex[:8]}"  # a new name, which no file system cache can contain
-            prompts.dataset.save_to_disk(folder)
+            prompts, folder = find_or_prepare()
             outcome = {"folder": str(folder), "rest": replace(prompts, dataset=None)}
         except Exception as error:  # the other ranks wait for a message
             problems = error.problems if isinstance(error, ConfigError) else []

@@ -31,8 +31,8 @@ _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)", re.ASCII)
 _LARGE_BYTES = 2 << 30  # verifying more than this takes seconds, so a line announces it
 CHECKSUM = "checksum"  # key of a JSON object: the digest of its other keys
 RECORD = "digests.json"  # in a run directory
-# Files of a run directory that a resume reads, next to its checkpoints. `code/` has its own hash in run.json, and every
-# attempt creates `prompts/` again.
+# Files of a run directory that a resume reads, next to its checkpoints. `code/` has its own hash in run.json, and
+# `prompts/` has its own digests.
 _RECORDED = (
     "run.json", "recipe.yaml", "plan.json", "sources.json", "accelerate.yaml", "rewards/*.py", "callbacks/*.py"
 )  # fmt: skip

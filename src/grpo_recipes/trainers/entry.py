@@ -71,7 +71,7 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
         source_class = rollout_class(partial(getattr, script_args))
         source: Source | None = source_class(script_args, args, run) if source_class else None
         fetched = find_fetched_datasets(run)
-        prompts, held_out = _load_datasets(script_args, args, tokenizer, fetched, source)
+        prompts, held_out = _load_datasets(script_args, args, tokenizer, fetched, source, run)
         continue_tracked_runs(args, run)
         args.model_init_kwargs = model_init_kwargs(model_args, args)
         exit_if_stopped(stop, run, args.device)
@@ -120,7 +120,7 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
 
 def _load_datasets(
     script_args: ScriptArguments, args: GRPOConfig, tokenizer: PreTrainedTokenizerBase, fetched: Fetched,
-    source: Source | None,
+    source: Source | None, run: Path,
 ) -> tuple[Prompts, Prompts | None]:  # fmt: skip
     """Return the prompts to train on and to evaluate on, from the recipe's datasets or its source of rollouts.
 
@@ -128,7 +128,7 @@ def _load_datasets(
     """
     least, evaluates = args.generation_batch_size // args.num_generations, args.eval_strategy != "no"
     if source is None or source_of(partial(getattr, script_args)) is None:
-        common = args.seed, args.chat_template_kwargs, fetched
+        common = args.seed, args.chat_template_kwargs, fetched, run
         prompts = load_prompts(script_args, tokenizer, least, *common)
         return prompts, load_eval_prompts(script_args, tokenizer, *common) if evaluates else None
     make_renderer(script_args.chat_template, tokenizer, args.chat_template_kwargs)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from trl.trainer.utils import RepeatSampler
 
@@ -26,6 +29,20 @@ def test_generation_i_has_the_seeds_of_its_place(tokenizer: Any, count: int, pro
         expected = [70 + (generation * prompts + place) % count for place in range(prompts)]
         assert [seeds[row] for row in chosen] == expected
     assert len(rows) // (2 * prompts) >= 2 and set(seeds) == set(range(70, 70 + count))
+
+
+def test_a_resumed_run_repeats_the_stored_problems(
+    tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = {"kind": "dataset", "id": "seeded:arithmetic", "revision": None, "path": "."}
+    (tmp_path / "sources.json").write_text(json.dumps({"sources": [source]}))
+    args = ScriptArguments(dataset_name="seeded:arithmetic", problem_seeds=10)
+    first, second = (load_prompts(args, tokenizer, 7, run=tmp_path) for _ in range(2))
+    (folder,) = (tmp_path / "prompts").iterdir()
+    assert len(datasets.load_from_disk(folder)) == 10 and len(first.dataset) == 70
+    assert first.dataset.to_list() == second.dataset.to_list() and str(first) == str(second)
+    assert first.example == second.example
+    assert capsys.readouterr().out.count("using the prompts in prompts/train-") == 1
 
 
 def test_a_row_has_what_its_reward_needs(tokenizer: Any) -> None:

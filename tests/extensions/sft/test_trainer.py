@@ -14,12 +14,13 @@ from trainers.tiny_training import ON_CPU, SUMS, as_dataset, save_random_model
 from transformers import TrainerCallback
 
 from grpo_recipes import smoke
+from grpo_recipes.data import load_prompts
 from grpo_recipes.data.problems import Counts
 from grpo_recipes.data.prompts import Prompts
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.extensions.sft.trainer import SFTTrainer, make_config, make_rows
 from grpo_recipes.launch.attempt import describe_rewards
-from grpo_recipes.recipe.configs import RowsConfig
+from grpo_recipes.recipe.configs import RowsConfig, ScriptArguments
 from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.progress import Progress
 from grpo_recipes.runs.rundir import finish_summary, stop_file
@@ -31,7 +32,9 @@ from .sft_ranks import StopAfter
 STEPS = 5
 
 
-def make_trainer(folder: Path, callbacks: tuple[TrainerCallback, ...] = (), **options: Any) -> SFTTrainer:
+def make_trainer(
+    folder: Path, callbacks: tuple[TrainerCallback, ...] = (), prompts: Prompts | None = None, **options: Any
+) -> SFTTrainer:
     """Build a trainer of a random model on 13 sums, one of them longer. An epoch ends with a small step."""
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
@@ -40,7 +43,7 @@ def make_trainer(folder: Path, callbacks: tuple[TrainerCallback, ...] = (), **op
         output_dir=str(folder / "checkpoints"), max_steps=STEPS, learning_rate=1e-2, per_device_train_batch_size=5,
         gradient_accumulation_steps=1, **ON_CPU,
     )  # fmt: skip
-    prompts = Prompts(as_dataset([*SUMS, (9, 9)]), Counts(), "")
+    prompts = prompts or Prompts(as_dataset([*SUMS, (9, 9)]), Counts(), "")
     return SFTTrainer(
         model=smoke.build_model(tokenizer), args=make_config(args), train_dataset=make_rows(prompts, None),
         processing_class=tokenizer, callbacks=list(callbacks), run_dir=folder, stop=StopRequest(folder), **options,
@@ -79,6 +82,24 @@ def test_a_stopped_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
     resumed.train(resume_from_checkpoint=str(checkpoint))
     weights, again = whole.model.state_dict(), resumed.model.state_dict()
     assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def test_a_resumed_run_uses_the_stored_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, run = tmp_path / "rows.jsonl", tmp_path / "run"
+    file.write_text("".join(json.dumps({"problem": f"{n}+{n}=", "answer": str(2 * n)}) + "\n" for n in range(20)))
+    source = {"kind": "dataset", "id": str(file), "revision": None, "path": str(file)}
+    run.mkdir()
+    (run / "sources.json").write_text(json.dumps({"sources": [source]}))
+    weights, files = [], []
+    for attempt in range(3):
+        prompts = load_prompts(ScriptArguments(dataset_name=str(file)), smoke.build_tokenizer(), 5, run=run)
+        assert ("using the prompts in prompts/train-" in capsys.readouterr().out) == (attempt > 0)
+        trainer = make_trainer(tmp_path / str(attempt), prompts=prompts, max_length=100)
+        trainer.train()
+        weights.append(trainer.model.state_dict())
+        files.append(sorted(path for path in run.rglob("*") if path.is_file()))
+    assert files[0] == files[1] == files[2]
+    assert all(torch.equal(weights[0][name], later[name]) for later in weights[1:] for name in later)
 
 
 def test_long_rows_are_dropped(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def train() -> None:
         exit_if_stopped(stop, run, args.device)
         tokenizer = load_tokenizer(model_args, args)
         rows_of_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        options = args.seed, args.chat_template_kwargs, find_fetched_datasets(run)
+        options = args.seed, args.chat_template_kwargs, find_fetched_datasets(run), run
         prompts = load_prompts(script_args, tokenizer, rows_of_step, *options)
         continue_tracked_runs(args, run)
         args.model_init_kwargs = model_init_kwargs(model_args, args)
