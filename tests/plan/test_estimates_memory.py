@@ -332,6 +332,11 @@ def test_a_server_is_split_over_its_gpus():
     assert split.server()["activations"] == 8192 * 4 * 3584 * 2
 
 
+def test_a_server_on_cpu_has_the_parts_and_caches_of_all_its_workers():
+    single, double = (work(device="cpu", vllm_tensor_parallel_size=size).server() for size in (1, 2))
+    assert single["weights"] == double["weights"] and 2 * single["KV cache"] == double["KV cache"]
+
+
 def test_replicas_have_their_own_weights_and_cache() -> None:
     """On a GPU the need is that of one of the server's GPUs, on CPU that of the whole server."""
     assert work(replicas=2).server() == work().server()

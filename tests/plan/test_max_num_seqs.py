@@ -11,7 +11,7 @@ from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import choose_max_num_seqs, make_plan, with_sources
 
-from .model_folders import model_folder
+from .model_folders import QWEN_7B, model_folder
 
 GPUS = tuple(str(index) for index in range(8))
 STEP = {"prompts_per_step": 105, "num_generations": 8, "max_prompt_length": 512, "max_completion_length": 1024}
@@ -94,3 +94,17 @@ def test_a_launch_bounds_the_number_by_the_fetched_model(read: Any, planned: Any
     plan = planned(recipe=recipe, gpus=GPUS)
     bounded = with_sources(plan, recipe, Resources("cuda", GPUS, 16, gpu_gib=30.0), Assets([], []))
     assert plan.max_num_seqs == 840 > (bounded.max_num_seqs or 0) > 256
+
+
+def test_the_kv_cache_of_a_plan_on_cpu_does_not_bound_the_number_at_the_launch(
+    read: Any, planned: Any, tmp_path: Any
+) -> None:
+    small = {"vocab_size": 8000, "num_hidden_layers": 4, "num_key_value_heads": 2}
+    keys = {"prompts_per_step": 64, "num_generations": 16, "vllm_max_model_length": 600, "dtype": "float32"}
+    keys |= {"bf16": False, "model_name_or_path": model_folder(tmp_path / "model", QWEN_7B | small)}
+    recipe = read(**keys)
+    plan = planned(recipe=recipe, device="cpu")
+    at_launch = with_sources(plan, recipe, Resources("cpu", (), 4), Assets([], []))
+    assert plan.max_num_seqs == at_launch.max_num_seqs == 1024
+    assert plan.kv_cache_bytes == at_launch.kv_cache_bytes == 2**30
+    assert planned(device="cpu", **keys, vllm_args={"kv_cache_memory_bytes": 2**26}).max_num_seqs < 1024

@@ -122,6 +122,9 @@ def test_a_kv_cache_on_cpu_has_room_for_twice_the_sequences_that_the_server_gene
 
     token = 2 * layers * heads * head_size * element
     assert planned_cache(1000, 40) == 2 * 40 * 1024 * token  # 8 blocks of 128 tokens for each sequence
+    assert planned_cache(1000, 40, vllm_args={"block_size": 1024}) == 2 * 40 * 1024 * token
+    assert planned_cache(1100, 20, vllm_args={"block_size": 1024}) == 2 * 20 * 2048 * token
+    assert planned_cache(1000, 40, vllm_args={"kv_cache_memory_bytes": None}) == 2 * 40 * 1024 * token
     assert planned_cache(1000, 1) == 64 * 2**20
     assert planned_cache(8000, 200) == 2**30
     assert planned_cache(1000, 40, vllm_args={"kv_cache_memory_bytes": 2**29}) == 2**29

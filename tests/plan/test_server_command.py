@@ -65,6 +65,8 @@ def test_trls_own_command_where_its_vllm_is_installed(read, versions):
     versions(vllm="0.31.0", trl="1.16.0")
     argv = command(read())
     assert argv[:2] == [str(Path(sys.executable).with_name("trl")), "vllm-serve"]
+    module = [sys.executable, "-P", "-m", "grpo_recipes.server.serve"]
+    assert command(read(), "cpu")[:4] == module  # it lets the plan set the KV cache
     versions(vllm=None, trl="1.16.0")
     assert argv[2:] == command(read())[4:]
 

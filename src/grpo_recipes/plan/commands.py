@@ -259,7 +259,7 @@ def _plan_server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], nam
     if plan.replicas > 1:
         # A second API server would neither see the first one's requests nor load adapters.
         argv += ["--data-parallel-size", str(plan.replicas), "--api-server-count", "1"]
-    if plan.kv_cache_bytes and KV_CACHE_BYTES not in (recipe.server.args or {}):
+    if plan.kv_cache_bytes and (recipe.server.args or {}).get(KV_CACHE_BYTES) is None:
         argv += ["--kv-cache-memory-bytes", str(plan.kv_cache_bytes)]
     if not seeds_sampling(recipe.sampling.seed_server, plan.device == "cpu"):
         argv += ["--seed", str(recipe.batch.seed)]
@@ -328,12 +328,12 @@ def server_command(
 ) -> list[str]:
     """Return the argv of a vLLM server for ``model``, a folder or hub id, which requests address as ``name``.
 
-    It runs ``vllm serve``, by ``trl vllm-serve`` if that works here, otherwise by this project's module
+    It runs ``vllm serve``: on GPUs by ``trl vllm-serve`` if that works here, otherwise by this project's module
     ``server.serve``. Without ``max_num_seqs``, the recipe's ``vllm_max_num_seqs`` or vLLM's default is used.
     """
     on_cpu = device == "cpu"
     program = module_command("grpo_recipes.server.serve")
-    if has_trl_serve():
+    if not on_cpu and has_trl_serve():  # on CPU, only the module lets the plan set the KV cache
         program = [str(Path(sys.executable).with_name("trl")), "vllm-serve"]
     parallel, revision = recipe.server.tensor_parallel_size, recipe.model.revision
     # The last layer handles a request first.

@@ -210,15 +210,17 @@ def choose_kv_cache_bytes(recipe: Recipe, plan: Plan) -> int | None:
     """
     if plan.device != "cpu" or plan.mode != "server":
         return None
-    if size := (recipe.server.args or {}).get(KV_CACHE_BYTES):
+    flags = recipe.server.args or {}
+    if (size := flags.get(KV_CACHE_BYTES)) is not None:
         return int(size)
     try:
         work = Workload.of(recipe, plan)
     except UnknownShape:
         return _MOST_CPU_CACHE
-    blocks = -(-work["vllm_max_model_length"] // _CPU_BLOCK)
+    block = flags.get("block_size") or _CPU_BLOCK
+    length = -(-work["vllm_max_model_length"] // block) * block
     sequences = plan.max_num_seqs or DEFAULT_SEQUENCES[plan.device]
-    return min(max(2 * sequences * work.sequence_cache(blocks * _CPU_BLOCK), _LEAST_CPU_CACHE), _MOST_CPU_CACHE)
+    return min(max(2 * sequences * work.sequence_cache(length), _LEAST_CPU_CACHE), _MOST_CPU_CACHE)
 
 
 def choose_max_num_seqs(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> int | None:
@@ -237,7 +239,8 @@ def choose_max_num_seqs(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> in
     if plan.device == "cuda" and gpu_gib is None:
         return requested
     try:
-        work = Workload({**Workload.of(recipe, plan), "vllm_max_num_seqs": 1})
+        largest_cache = (recipe.server.args or {}).get(KV_CACHE_BYTES) or _MOST_CPU_CACHE
+        work = Workload({**Workload.of(recipe, plan), "vllm_max_num_seqs": 1, "cpu_kv_cache": largest_cache})
     except UnknownShape:
         return requested
     parts = find_needs(work, None if gpu_gib is None else int(gpu_gib * GIB))["server"].parts

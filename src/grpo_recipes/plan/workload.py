@@ -334,7 +334,8 @@ class Workload(dict[str, Any]):
             return parts | {"activations": _BATCHED_TOKENS * widest * self.served}
         transit = {"weights in transit": weights} if self["bridge"] == "file" else {}
         parts |= {"KV cache": self.get("cpu_kv_cache", GIB)} | transit
-        return {name: size * (1 if name == "libraries" else self.get("replicas", 1)) for name, size in parts.items()}
+        workers = self.get("replicas", 1) * (self["vllm_tensor_parallel_size"] if self["mode"] == "server" else 1)
+        return {name: size * (1 if name == "libraries" else workers) for name, size in parts.items()}
 
     def sequence_cache(self, length: int) -> int:
         """Return the bytes of the KV cache of one sequence of ``length`` tokens on one of the server's GPUs."""
