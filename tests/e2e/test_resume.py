@@ -114,7 +114,7 @@ def test_a_resumed_run_uses_the_prompts_of_its_first_attempt(launch: Callable[..
 
     log = resumed.log("trainer")
     assert all(log.count(f"grpo: using the prompts in prompts/{name}-") == 1 for name in ("train", "eval"))
-    assert len([*(resumed.run_dir / "prompts").iterdir()]) == 2
+    assert not (resumed.run_dir / "prompts").exists()  # the run has completed
     assert same_rows(resumed, whole) and weights_hash(resumed) == weights_hash(whole)
 
 

@@ -115,6 +115,16 @@ def test_nothing_else_is(attempt, scontrol, ending, wants_requeue, job):
     assert not scontrol.exists()
 
 
+def test_the_prepared_prompts_are_deleted_after_a_completed_run(attempt):
+    current = attempt()
+    folder = current.run.folder / "prompts/train-1"
+    folder.mkdir(parents=True)
+    finish_attempt(current, STOPPED, wants_requeue=False, job=None)
+    assert folder.exists()
+    finish_attempt(current, Ending(0), wants_requeue=False, job=None)
+    assert not folder.parent.exists() and current.run.folder.exists()
+
+
 def test_hooks_get_the_model_at_the_final_end_of_a_run_only(attempt, recorder, capsys):
     current = attempt()
     current.hooks = AllHooks([recorder])

@@ -46,6 +46,7 @@ from grpo_recipes.recipe.rendering import missing_fix, missing_message, renderin
 from grpo_recipes.recipe.row_filter import parse_row_filter
 from grpo_recipes.recipe.shapes import DataSource, Message, root_of, value_at
 from grpo_recipes.recipe.sources import starts_from_rows
+from grpo_recipes.runs.rundir import PROMPTS
 
 _MAX_SHOWN = 4000  # characters of a shown text
 
@@ -327,16 +328,16 @@ def _prepare_on_main(
     def find_or_prepare() -> tuple[Prompts, Path | None]:
         """Return the prompts, and the folder with them; None if a single process can't reuse or store them."""
         identity = identify_prompts(run, args, renderer.tokenizer, values)
-        if entry := find_entry(run / "prompts", name, identity):
+        if entry := find_entry(run / PROMPTS, name, identity):
             folder, fields = entry
-            print(f"grpo: using the prompts in prompts/{folder.name}, prepared by an earlier attempt")
+            print(f"grpo: using the prompts in {PROMPTS}/{folder.name}, prepared by an earlier attempt")
             return Prompts(load_from_disk(folder), Counts(**fields["counts"]), title=fields["title"]), folder
         prompts = prepare()
         if is_single and identity is None:
             return prompts, None
         fields = {"counts": asdict(prompts.counts), "title": prompts.title}
         try:
-            return prompts, store_dataset(run / "prompts", name, identity, prompts.dataset, fields)
+            return prompts, store_dataset(run / PROMPTS, name, identity, prompts.dataset, fields)
         except OSError as error:
             if not is_single:  # the other ranks need the folder
                 raise

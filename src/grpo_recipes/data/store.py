@@ -28,7 +28,10 @@ from grpo_recipes.runs.checkpoints import add_checksum, compute_digest, new_dige
 from grpo_recipes.runs.rundir import load_json_mapping, read_json, write_json
 
 _RECORD = "prompts.json"
+_CACHE = "cache-"  # begins the names of files that ``datasets`` adds
 _PACKAGES = ("datasets", "jinja2", "tokenizers", "transformers")
+# Digests of this package's code as it is imported: the files may change while the trainers wait for the server.
+_CODE = [compute_digest(path) for path in sorted(Path(__file__).parents[1].rglob("*.py"))]
 
 
 def identify_prompts(run: Path, args: ScriptArguments, tokenizer: PreTrainedTokenizerBase, values: Any) -> str | None:
@@ -42,7 +45,7 @@ def identify_prompts(run: Path, args: ScriptArguments, tokenizer: PreTrainedToke
     backend, sources = getattr(tokenizer, "backend_tokenizer", None), read_json(run / "sources.json").get("sources")
     if backend is None or not sources:
         return None
-    package, lookup = Path(__file__).parents[1], vars(args).get
+    lookup = vars(args).get
     rewards = [find_copy(spec, run) or source_path(spec) for spec in args.reward_funcs if ":" in spec]
     # A resumed run requests the recorded commit instead of a branch, maybe on a machine with other folders.
     commits = [{**source, "revision": None, "path": None, "licence": None} for source in sources]
@@ -53,7 +56,7 @@ def identify_prompts(run: Path, args: ScriptArguments, tokenizer: PreTrainedToke
     except Exception:  # tokenizers raises no other class for parts in Python
         return None
     with contextlib.suppress(OSError):
-        code = [compute_digest(path) for path in (*sorted(package.rglob("*.py")), *filter(None, rewards))]
+        code = [_CODE, *(compute_digest(path) for path in filter(None, rewards))]
         files = [_stat_files(source) for source in sources]
         content = [values, commits, files, reads_solutions(lookup), parts, template, packages, code]
         return new_digest(json.dumps(content, default=str).encode()).hexdigest()
@@ -104,5 +107,9 @@ def store_dataset(home: Path, name: str, identity: str | None, dataset: Dataset,
 
 
 def _compute_digests(folder: Path) -> dict[str, str]:
-    """Return the digests of the files in a folder by their names, without the record."""
-    return {path.name: compute_digest(path) for path in sorted(folder.iterdir()) if path.name != _RECORD}
+    """Return the digests of the files in a folder by their names, without the record and what ``datasets`` adds later.
+
+    ``datasets`` caches the results of its ``map`` and ``filter`` next to the files of a dataset, for all ranks.
+    """
+    files = (path for path in sorted(folder.iterdir()) if path.name != _RECORD and not path.name.startswith(_CACHE))
+    return {path.name: compute_digest(path) for path in files}

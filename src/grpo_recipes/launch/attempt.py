@@ -7,6 +7,7 @@ and requeues its Slurm job. Each launch or requeue of a run is one attempt; all 
 import contextlib
 import itertools
 import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -296,6 +297,8 @@ def finish_attempt(
         cause=cause or None, idle_attempts=outcome.idle_attempts, idle_trained=outcome.idle_trained,
         launch_seconds=round(seconds, 3),
     )  # fmt: skip
+    if outcome.final_status == "completed":  # no attempt follows, and the prompts can be as large as the dataset
+        shutil.rmtree(folder / rundir.PROMPTS, ignore_errors=True)
     if not outcome.job:  # a job is requeued first: a slow report could cost it its place in the queue
         for line in attempt.hooks.on_end(folder):
             say(line)

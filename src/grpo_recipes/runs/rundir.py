@@ -52,6 +52,7 @@ BEST, TRACKED = "best.json", "tracked.json"  # the best evaluation, the run in t
 CELLS = "cells"  # in a sweep directory: the run directories of its trials
 JOB_FILE = "job.json"  # the last Slurm job, and the folder in which that job starts
 NO_REQUEUE = "no_requeue"  # keeps Slurm from starting a stopped run again
+PROMPTS = "prompts"  # folder of the prepared prompts, for ranks and resumed attempts; removed after a completed run
 SYNC_FOLDER = "sync"  # for weight_sync: file if server and rank 0 are on several nodes; removed after the attempt
 NEWEST_MODEL = "newest_model"  # in GRPO_SYNC_DIR: a link to the folder from which the server starts
 SERVER_STATE = "processes/server_state.json"  # describes the running server: see ``server_state.py``

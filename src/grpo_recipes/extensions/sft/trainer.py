@@ -43,8 +43,7 @@ def make_rows(prompts: Prompts, template_kwargs: dict[str, Any] | None) -> Datas
         """Return a row in TRL's format: prompt, completion, and the variables of the chat template if there are any."""
         return {"prompt": row["prompt"], "completion": [{"role": "assistant", "content": row["answer"]}], **options}
 
-    # Without this, `datasets` would write these rows, and TRL's tokenized rows, next to the stored prompts of the run.
-    return prompts.dataset.map(as_row, remove_columns=prompts.dataset.column_names, keep_in_memory=True)
+    return prompts.dataset.map(as_row, remove_columns=prompts.dataset.column_names)
 
 
 class SFTTrainer(trl.SFTTrainer):
