@@ -130,6 +130,14 @@ def test_without_a_checkpoint_a_new_launch_is_advised(failed):
     assert "--resume" not in advice(run, run.cause)
 
 
+def test_a_missing_variable_is_set_in_the_test_and_in_the_new_run(failed):
+    cause = "KeyError: 'KEY'; it runs isolated, without this variable: set reward_environment: [KEY] (9)"
+    run = failed(f"rank 0: RewardFailed: Reward 'own.py:score' gave no score; {cause}", saved=False)
+    flag = "--reward_environment KEY"
+    assert f"with grpo check-rewards recipe.yaml {flag}, then start a new run" in advice(run, run.cause)
+    assert advice(run, run.cause).endswith(f": grpo launch my.yaml --seed 7 {flag}")
+
+
 @pytest.mark.parametrize(
     ("causes", "expected_advice"),
     [
@@ -138,7 +146,8 @@ def test_without_a_checkpoint_a_new_launch_is_advised(failed):
          "start the server that own.py calls, or correct its address, and test it with "
          "grpo check-rewards recipe.yaml, then resume: grpo launch --resume RUN"),
         ("KeyError: 'KEY'; it runs isolated, without this variable: set reward_environment: [KEY] (9)",
-         "export KEY before the launch and test the reward with grpo check-rewards recipe.yaml, "
+         "export KEY before the launch and test the reward with "
+         "grpo check-rewards recipe.yaml --reward_environment KEY, "
          "then resume: grpo launch --resume RUN --reward_environment KEY"),
     ],
 )  # fmt: skip

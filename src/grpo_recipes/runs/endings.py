@@ -301,9 +301,10 @@ def find_reward_fix(run: Run, cause: str) -> list[tuple[str, str]]:
         with suppress(ConfigError):  # a damaged recipe.yaml
             if changed_copies(run.value("reward_funcs"), run.folder / REWARD_COPIES):
                 edit = f"test {file}, which has changed since this run's copy,"
-    test = f"{edit} with ", format_test_command(run)
+    test_flags = flags if "reward_environment" in flags else ""
+    test = f"{edit} with ", format_test_command(run) + test_flags
     if not list_complete_checkpoints(run.folder / "checkpoints"):
-        return [test, (f", then {launch}, since there is no checkpoint: ", format_launch_command(run))]
+        return [test, (f", then {launch}, since there is no checkpoint: ", format_launch_command(run) + test_flags)]
     slow = ", or raise reward_timeout (--reward_timeout N)" if "time limit" in cause else ""
     return [test, (f"{slow}, then {resume}: ", f"grpo launch --resume {shell_path(run.folder)}{flags}")]
 
