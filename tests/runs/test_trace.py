@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from trace_spans import assert_nested, read_tracks
 
-from grpo_recipes.runs.trace import Trace, write_trace
+from grpo_recipes.runs.trace import Trace, sum_spans, write_trace
 
 
 def test_a_trace_joins_processes_and_tracks(tmp_path: Path) -> None:
@@ -96,3 +96,11 @@ def test_a_very_long_trace_keeps_the_newest_rows(tmp_path: Path, monkeypatch: py
     (spans,) = read_tracks(tmp_path).values()
     assert [span["args"]["step"] for span in spans] == list(range(100 - len(spans), 100)) and 5 < len(spans) < 20
     json.loads((tmp_path / "trace.json").read_text())
+
+
+def test_only_the_last_attempt_counts_for_a_step_that_was_trained_again(tmp_path: Path) -> None:
+    trace = Trace("rank_0", tmp_path)
+    for step, seconds in ((1, 9), (2, 1), (3, 4), (2, 8), (3, 2), (3, 1)):  # died after the save, resumed from step 1
+        trace.add("save", 100.0, 100.0 + seconds, step=step)
+    trace.add("update", 100.0, 200.0, step=3)
+    assert sum_spans(tmp_path, 3, ("save",)) == {"save": pytest.approx(3)}

@@ -149,12 +149,18 @@ def try_write_trace(run_dir: Path) -> str:
 def sum_spans(run_dir: Path, step: float, names: Sequence[str]) -> dict[str, float]:
     """Return the seconds of rank 0's spans with these names in an optimizer step, one of the newest: name -> sum.
 
-    Names without a span, and spans before the newest megabyte of rows, are left out.
+    Names without a span, and spans before the newest megabyte of rows, are left out. If an attempt trained the step
+    again, only its spans count.
     """
-    path, seconds = run_dir / FOLDER / "rank_0.jsonl", dict[str, float]()
+    path, seconds, previous = run_dir / FOLDER / "rank_0.jsonl", dict[str, float](), 0
     for row in _read_rows(path, _RECENT_BYTES) if path.exists() else ():
         details, duration = row.get("args"), row.get("dur")
-        if row["name"] in names and isinstance(details, dict) and details.get("step") == step and duration:
+        if not isinstance(details, dict) or "step" not in details:
+            continue
+        if details["step"] < previous:  # a resumed attempt, from an earlier step
+            seconds.clear()
+        previous = details["step"]
+        if row["name"] in names and previous == step and duration:
             seconds[row["name"]] = seconds.get(row["name"], 0.0) + duration / 1e6
     return seconds
 
