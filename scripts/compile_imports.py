@@ -10,7 +10,9 @@ a quarter, by bytes. Importing the modules here would take longer than compiling
 """
 
 import compileall
+import multiprocessing
 import os
+import signal
 import sys
 import sysconfig
 from collections import Counter
@@ -30,9 +32,17 @@ def compile_folders() -> None:
     folders = [PACKAGES / line for line in LIST.read_text().splitlines()]
     files = [file for folder in folders for file in folder.glob("*.py")]
     files += (ROOT / "src").rglob("*.py")
+    signal.signal(signal.SIGTERM, _end_at_once)
     files.sort(key=lambda file: file.stat().st_size, reverse=True)  # so that no process ends with a large module
     with ProcessPoolExecutor(min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)) as pool:
         list(pool.map(_compile, files, chunksize=20))
+
+
+def _end_at_once(*_: object) -> None:
+    """End this process and its workers, which would wait for work forever."""
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    os._exit(1)
 
 
 def _compile(file: Path) -> None:

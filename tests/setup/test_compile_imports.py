@@ -10,7 +10,10 @@ import sysconfig
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
+
+from grpo_recipes.process.waiting import wait_until
 
 SCRIPT = Path(__file__).parents[2] / "scripts/compile_imports.py"
 IMPORTED = {
@@ -66,6 +69,29 @@ def test_modules_are_compiled_and_a_syntax_error_stops_nothing(script: ModuleTyp
     subprocess.run([sys.executable, "-I", copy], env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}, check=True)
     compiled = {path.name.partition(".")[0] for path in tmp_path.rglob("*.pyc")}
     assert compiled == {"yes", "top", "ours"}
+
+
+def test_a_time_limit_ends_the_workers_too(script: ModuleType, tmp_path: Path) -> None:
+    """`timeout --foreground` signals the first process only."""
+    code = f"""
+import importlib.util, time
+spec = importlib.util.spec_from_file_location("compile_imports", {str(SCRIPT)!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+def compile_slowly(file):
+    with open({str(tmp_path / "workers")!r}, "a") as pids:
+        print(module.os.getpid(), file=pids)
+    time.sleep(600)
+module._compile = compile_slowly
+module.compile_folders()
+"""
+    process = subprocess.Popen([sys.executable, "-c", code])
+    workers = tmp_path / "workers"
+    assert wait_until(lambda: workers.exists() and workers.read_text().endswith("\n"), seconds=30)
+    process.terminate()
+    assert process.wait(30) == 1
+    pids = {int(line) for line in workers.read_text().split()}
+    assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), seconds=30)
 
 
 def test_the_bytecode_of_a_run_names_its_modules(script: ModuleType, tmp_path: Path) -> None:
