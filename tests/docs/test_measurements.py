@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+import yaml
 from doc_pages import PAGES, REPOSITORY, table_rows
 
 from grpo_recipes.recipe.keys import catalogue
@@ -144,7 +145,7 @@ def test_what_digests_add_to_a_save_is_the_recorded_share() -> None:
     assert f"{told}. With SHA-256 it would take {other['ratio_median']:.2f} times as long" in text
     fast = record["gigabytes_per_second_of_one_thread"]
     assert round(fast["xxh3_128"] / fast["sha256"]) == 7 and "seven times as fast as SHA-256" in text
-    assert f"one thread hashes the 106 GB in {106 / fast['xxh3_128']:.0f} s" in text
+    assert f"one thread hashes the 122 GB in {122 / fast['xxh3_128']:.0f} s" in text
 
 
 def test_what_overlap_costs_in_samples_is_the_difference_of_the_medians() -> None:
@@ -167,8 +168,8 @@ def test_sampling_has_the_recorded_share_of_a_step() -> None:
 
 def test_defaults_that_surprise_are_those_of_the_keys() -> None:
     rows = table_rows(REPOSITORY / "docs/recipes.md", "key")
-    told = {name.strip("`"): float(value.strip("`")) for name, value, why in rows if why}
-    assert {"eval_max_prompts", "reward_timeout", "num_train_epochs"} <= told.keys()
+    told = {name.strip("`"): yaml.safe_load(value.strip("`")) for name, value, why in rows if why}
+    assert {"use_vllm", "dtype", "eval_max_prompts", "reward_timeout", "num_train_epochs"} <= told.keys()
     assert told == {name: catalogue()[name]["default"] for name in told}
 
 

@@ -60,6 +60,15 @@ def submit(*arguments: str, profile: str = "cpu", recipe: str = SMOKE, then: tup
     return cli.main(["submit", recipe, *then, "--profile", profile, *arguments])
 
 
+def test_a_run_in_another_folder_of_runs_is_named_by_its_directory(folder, fake_sbatch, capsys) -> None:
+    """`grpo status 77` only finds a run in RUN_ROOT."""
+    fake_sbatch('echo "77;fake"')
+    assert submit("--run_root", str(folder / "elsewhere")) == 0
+    (run_dir,) = (path.parent for path in (folder / "elsewhere").glob("*/run.json"))
+    name = f"elsewhere/{run_dir.name}"
+    assert f"follow it with grpo status {name}, or grpo logs -f {name}; stop it with" in capsys.readouterr().out
+
+
 def profile_of(folder: Path, text: str) -> str:
     (folder / "site.yaml").write_text(text)
     return str(folder / "site.yaml")
@@ -91,7 +100,7 @@ def test_a_run_is_frozen_and_its_script_submitted(folder, fake_sbatch, capsys) -
     script = (run_dir / "job.sh").read_text()
     assert (folder / "seen.sh").read_text() == script
     assert f"#SBATCH --chdir={folder}\n" in script and "#SBATCH --time=0:30:00\n" in script
-    assert script.endswith(f"exec grpo launch --resume {run_dir}\n")
+    assert script.endswith(f'exec grpo launch --resume {run_dir} "$@"\n')
     assert (folder / "logs").is_dir()
     assert read_json(run_dir / "summary.json") == {"status": "submitted", "smoke": True, "restarts": 0}
     assert "seed: 7" in (run_dir / "recipe.yaml").read_text()

@@ -18,8 +18,9 @@ from grpo_recipes.launch.submission import (
     require_environment,
     submit_run,
 )
-from grpo_recipes.paths import display_path
+from grpo_recipes.paths import display_path, shell_path
 from grpo_recipes.recipe.document import Value
+from grpo_recipes.recipe.keys import run_root
 from grpo_recipes.slurm.client import read_slurm_job, require_sbatch
 from grpo_recipes.slurm.profile import KEYS, Profile
 
@@ -132,5 +133,8 @@ def submit(options: argparse.Namespace) -> int:
         waits = f", starts after the success of job {job}" if job is not None else ""
         print(f"grpo: submitted job {new_job}, run directory {display_path(run.folder)}{waits}")
         job = new_job
-    print(f"grpo: follow it with grpo status {job}, or grpo logs -f {job}; stop it with grpo stop {job}")
+    # A job's number is only known in RUN_ROOT. The recipe or the profile may set another folder of runs.
+    is_known = os.path.realpath(run.folder.parent) == os.path.realpath(run_root(os.environ))
+    name = str(job) if is_known else shell_path(run.folder)
+    print(f"grpo: follow it with grpo status {name}, or grpo logs -f {name}; stop it with grpo stop {name}")
     return 0

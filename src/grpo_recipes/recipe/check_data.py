@@ -45,6 +45,7 @@ from grpo_recipes.recipe.user_code import missing_argument_problems
 HUB_NAME = re.compile(r"(?!\.)[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)  # "./name" is a path
 LOCAL_PREFIXES = ("/", "./", "../", "~")
 _RESERVED, _MEDIA = "reserved name", "media"
+_NO_CONFIGURATION = "remove the configuration; if a base sets it, set its key to null"
 _Place = Callable[[str], str]  # from a recipe key to its file and line
 Columns = Mapping[str, str]  # name of a column -> why rewards do not get it, empty if they do
 
@@ -218,7 +219,7 @@ def _check_dataset(
         return
     in_files = data is not None and data.in_files  # such data is used for any split and configuration of a base
     if config and not in_files and (data or os.path.isfile(path) or is_saved(path)):
-        yield Problem(where, f"'{name}' has no configuration '{config}'", "remove the configuration")
+        yield Problem(where, f"'{name}' has no configuration '{config}'", _NO_CONFIGURATION)
     if data and in_files:
         head = Head(list(data.columns), data.rows(recipe.__getitem__, SPLITS[0]))
     elif data:

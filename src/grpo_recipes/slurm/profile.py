@@ -217,7 +217,7 @@ def render_script(
         "unset PYTHONPATH PYTHONHOME",
         "export PYTHONNOUSERSITE=1",
         *(f"export {name}={shlex.quote(text)}" for name, text in variables.items()),
-        f"exec {shlex.join(command)}",
+        f'exec {shlex.join(command)} "$@"',
     ]
     return "\n".join(lines) + "\n"
 

@@ -81,9 +81,8 @@ def test_it_is_submitted_as_one_array_job_whose_servers_have_ports_of_their_own(
     (saved_sweep,) = read_sweeps(folder)
     (script,) = scripts
     assert "#SBATCH --array=0-5%2\n" in script and "#SBATCH --time=00:10:00\n" in script
-    assert script.endswith(f"exec grpo sweep --cell {saved_sweep.folder}\n") and saved_sweep.folder.name.startswith(
-        "mine-"
-    )
+    assert script.endswith(f'exec grpo sweep --cell {saved_sweep.folder} "$@"\n')
+    assert saved_sweep.folder.name.startswith("mine-")
     recipes = [read_frozen(saved_sweep.trial_dir(index) / "recipe.yaml") for index in range(6)]
     assert len({(recipe["learning_rate"], recipe["beta"]) for recipe in recipes}) == 6
     assert not any(recipe.is_set("vllm_server_port") for recipe in recipes)
