@@ -133,6 +133,20 @@ def test_options_of_the_profile_reach_srun():
     assert srun_command(2, options)[-6:-4] == ["--container-image=a.sqsh", "--container-mounts=/a b"]
 
 
+@pytest.mark.parametrize("name", ["SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK"])
+def test_options_that_hide_gpus_do_not_reach_srun(job, tmp_path, monkeypatch, name):
+    """sbatch exports them, e.g. for --gpus-per-task=1, and srun would give its only task of a node one GPU."""
+    environment = job()
+    for variable in (name, "SLURM_JOB_ID"):
+        monkeypatch.setenv(variable, "1")
+    (tmp_path / "bin" / "srun").write_text(f"#!/bin/sh\nenv > {tmp_path}/seen\n")
+    with closing(NodeWorkers(2)) as workers:
+        workers.start(environment)
+        until(lambda: not workers.alive(), "end of srun")
+    names = {line.partition("=")[0] for line in (tmp_path / "seen").read_text().splitlines()}
+    assert "SLURM_JOB_ID" in names and name not in names
+
+
 def test_on_one_node_nothing_is_started(job, workers):
     alone = Resources("cpu", (), 2)
     assert preflight_nodes(workers, alone, job()) is alone
@@ -440,6 +454,23 @@ def test_a_rank_that_was_killed_is_to_blame_though_the_news_of_its_node_come_las
     remote = FakeNews(State(ranks=[Rank(killed, "log")]), State(ranks=[Rank(killed, "log", True, -9)]))
     ending = wait_for_ending([Group([local, remote])], lambda: None)
     assert ending.cause == "rank 1 (pid 7 on node 1) was killed by signal 9"
+
+
+@pytest.mark.parametrize(
+    ("codes", "blamed"),
+    [
+        ({8: -signal.SIGABRT}, "rank 3: OutOfMemoryError"),  # NCCL aborts ranks that lost rank 3
+        ({0: -signal.SIGABRT, 5: -signal.SIGKILL}, "rank 5 (pid 5) was killed by signal 9"),
+        ({0: -signal.SIGTERM, 5: -signal.SIGABRT}, "rank 5 (pid 5) was killed by signal 6"),
+    ],
+)
+def test_a_rank_that_nccl_aborted_is_blamed_after_the_rank_that_failed(codes, blamed):
+    ranks = [Rank({"rank": rank, "pid": rank}, "log", True, code) for rank, code in codes.items()]
+    if "rank 3" in blamed:
+        error = {"rank": 3, "pid": 3, "exit": 1, "cause": "OutOfMemoryError", "time": 1.0}
+        ranks.append(Rank(error, "log"))
+    ending = wait_for_ending([Group([FakeNews(State(ranks=ranks))])], lambda: None)
+    assert ending.cause == blamed
 
 
 class FakeChild:

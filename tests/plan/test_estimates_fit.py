@@ -248,7 +248,7 @@ def test_the_driver_names_the_smallest_gpu(printed, gib, tmp_path, monkeypatch):
     assert find_gpu_memory({}) == gib
     for visible in ("0", "GPU-a"):
         assert find_gpu_memory({"CUDA_VISIBLE_DEVICES": visible}) == (gib and 81559 / 1024)
-    assert find_gpu_memory({"CUDA_VISIBLE_DEVICES": "MIG-1"}) == gib
+    assert find_gpu_memory({"CUDA_VISIBLE_DEVICES": "MIG-1"}) is None  # a slice has only a part of a GPU
 
 
 def test_without_a_driver_no_memory_is_known(tmp_path, monkeypatch):

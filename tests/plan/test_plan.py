@@ -540,8 +540,11 @@ def test_a_model_folder_that_vllm_takes_for_a_pattern_is_refused(planned, read, 
 
 
 def test_slices_of_a_gpu_are_planned_with_a_note(planned):
-    assert any("NCCL between MIG slices is untested" in note for note in planned(gpus=MIGS).notes)
-    assert not any("MIG" in note for note in planned(gpus=MIGS[:1]).notes)
+    three = (*MIGS, "MIG-cccc")
+    assert any("does not connect trainers on MIG slices" in note for note in planned(gpus=three).notes)
+    for gpus in (MIGS, MIGS[:1]):
+        assert not any("MIG" in note for note in planned(gpus=gpus).notes)
+    assert (planned(gpus=MIGS).bridge, planned(gpus=UUIDS[:2]).bridge) == ("file", "nccl")
 
 
 def test_ranks_wait_in_nccl_for_as_long_as_the_launcher_lets_them(planned, option):

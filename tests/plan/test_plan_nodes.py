@@ -57,7 +57,8 @@ def test_the_server_listens_where_the_other_nodes_reach_it(planned, option):
     assert option(server.argv, "--host") == option(second.argv, "--vllm_server_host") == "10.0.0.1"
     assert [process.environment["VLLM_HOST_IP"] for process in plan.processes] == ["10.0.0.1", "10.0.0.1", "10.0.0.2"]
     for process in plan.processes:
-        assert process.environment["NCCL_SOCKET_IFNAME"] == process.environment["GLOO_SOCKET_IFNAME"] == "ib0"
+        assert process.environment["NCCL_SOCKET_IFNAME"] == "=ib0"  # not ib01, which begins with ib0
+        assert process.environment["GLOO_SOCKET_IFNAME"] == "ib0"
         assert {"10.0.0.1", "10.0.0.2"} <= set(process.environment["NO_PROXY"].split(","))
     assert first.log != second.log and second.log.endswith("_node1.log")
     assert (first.name, second.name) == ("trainer", "trainer_1")

@@ -47,6 +47,22 @@ def test_a_cause_has_its_advice(make_run, cause, expected_advice):
     assert expected_advice in advice(make_run(cause=cause), cause)
 
 
+@pytest.mark.parametrize(
+    "cause",
+    [
+        "the vLLM server died before it was ready",
+        "the vLLM engine process EngineCore (pid 7) died or was killed",
+        "the vLLM engine process EngineCore (pid 7) died or was killed; it is not started again",
+    ],
+)
+def test_the_log_of_a_lost_server_decides_the_advice(make_run, cause):
+    memory = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
+    run = make_run(cause=cause, logs={"server": memory})
+    assert advice(run, cause).startswith("lower vllm_gpu_memory_utilization (now ")
+    run = make_run(cause=cause, logs={"server": "CUDA error: an illegal memory access was encountered"})
+    assert "CUDA_LAUNCH_BLOCKING=1" in advice(run, cause)
+
+
 def test_a_known_cause_reads_no_file_of_the_run(make_run):
     run = make_run(cause="the vLLM server died before it was ready")
     (run.folder / "recipe.yaml").write_text("a: [")

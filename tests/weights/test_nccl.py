@@ -27,6 +27,7 @@ from grpo_recipes.launch.monitor import Monitor
 from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.server.plugin import choose_unit, fingerprint
 from grpo_recipes.server.wire import WORKERS_PATH
+from grpo_recipes.weights import client as weights_client
 from grpo_recipes.weights.nccl import NcclClient
 from grpo_recipes.weights.transport import BadAnswer, ServerError, run_in_thread
 from weights import nccl_sides
@@ -176,6 +177,19 @@ def test_a_transfer_starts_after_the_optimizer_has_written(client, monkeypatch):
     expected = {name: int(fingerprint(tensor, choose_unit(tensor))) for name, tensor in PARAMETERS.items()}
     assert client._sent_values() == expected
     client.communicator = None
+
+
+def test_the_fingerprint_of_a_tensor_on_a_gpu_is_requested_in_the_stream_that_gathers_it(client, monkeypatch):
+    """vLLM selects another stream after each buffer, and another stream does not wait for FSDP's gathering."""
+    events: list[str] = []
+    client._held = {"parameters": {}, "packed": {}}
+    monkeypatch.setattr(weights_client, "compute_sent_fingerprint", lambda name, *_: events.append(f"hash {name}") or 1)
+    on_gpu = SimpleNamespace(is_cpu=False)
+
+    for name, _ in client._compute_fingerprints(iter([("a", on_gpu), ("b", on_gpu)])):
+        events.append(f"pack {name}")
+
+    assert events == ["hash a", "pack a", "hash b", "pack b"] and client._sent_values() == {"a": 1, "b": 1}
 
 
 def test_the_protocol(client, server):

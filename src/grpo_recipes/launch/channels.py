@@ -20,6 +20,8 @@ from grpo_recipes.process.tree import OWN_CHILDREN
 from grpo_recipes.recipe.keys import SRUN_OPTIONS
 
 WORKER_MODULE = "grpo_recipes.launch.nodes"
+# Options of an sbatch header that srun reads from the environment. They would hide GPUs from the only worker of a node.
+_GPU_OPTIONS = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
 END_SECONDS = 30.0  # for the workers to end everything on their nodes
 OnLine = Callable[[str], None]
 
@@ -49,6 +51,7 @@ class SrunChannel:
         self._srun = subprocess.Popen(
             srun_command(self._count, environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             errors="replace", start_new_session=True,
+            env={name: value for name, value in os.environ.items() if name not in _GPU_OPTIONS},
         )  # fmt: skip
         OWN_CHILDREN.add(self._srun.pid)
         threading.Thread(target=read_lines, args=(self._srun, on_line), daemon=True).start()

@@ -356,8 +356,9 @@ def find_ending(groups: Sequence[Group], stopping: bool) -> Ending | None:
 def _find_rank_ending(trainers: State, stopping: bool) -> Ending | None:
     """Return the ending of the rank that failed first, or None; a rank without a recorded exit code was killed.
 
-    A killed rank is blamed before ranks that recorded an error, because its loss may have caused these errors.
-    Ranks that SIGTERM ended (torch's elastic agent sends it), and ranks with an unknown exit code, are blamed last.
+    A killed rank is blamed before ranks that recorded an error, because its loss may have caused these errors. SIGABRT
+    comes after them: NCCL aborts ranks that lost another rank. Ranks that SIGTERM ended (torch's elastic agent sends
+    it), and ranks with an unknown exit code, are blamed last.
     Return None if accelerate was killed and a rank left no exit code, or stopped unrequested (``stopping`` false).
     """
     failures: list[tuple[int, float, Ending]] = []
@@ -375,8 +376,8 @@ def _find_rank_ending(trainers: State, stopping: bool) -> Ending | None:
             error = find_first_error(log) if rank.code is None or rank.code > 0 else ""
             cause = f"{ending.cause}: {error}" if error else ending.cause
             ending = replace(ending, code=ending.code or 1, cause=cause, failed_rank=number, log=log)
-            ended_with_others = rank.code in (None, -signal.SIGTERM)
-            failures.append((2 if ended_with_others else 0, time.time(), ending))
+            order = {None: 3, -signal.SIGTERM: 3, -signal.SIGABRT: 2}.get(rank.code, 0)
+            failures.append((order, time.time(), ending))
     return min(failures, key=lambda failure: failure[:2])[2] if failures else None
 
 

@@ -172,8 +172,9 @@ def _make_network_variables(
     interface = resources.nodes[node].interface
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         if interface is not None and name not in environment:
-            # By default, gloo uses the interface of the host name and NCCL uses the first interface.
-            variables[name] = interface
+            # By default, gloo uses the interface of the host name and NCCL uses the first interface. NCCL reads a name
+            # without = as the beginning of a name.
+            variables[name] = f"={interface}" if name.startswith("NCCL") else interface
     return variables
 
 

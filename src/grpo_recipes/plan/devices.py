@@ -186,13 +186,14 @@ def select_gpus(listing: str, visible: str | None) -> tuple[str, ...]:
 def find_gpu_memory(environment: Mapping[str, str]) -> float | None:
     """Return the memory of the smallest visible GPU in GiB; None without nvidia-smi or without GPUs.
 
-    For MIG slices, it is the memory of the smallest whole GPU. Raise ConfigError if the driver does not answer.
+    The memory of a MIG slice is not known. Raise ConfigError if the driver does not answer.
     """
+    if "MIG-" in environment.get("CUDA_VISIBLE_DEVICES", ""):  # the driver only lists the memory of whole GPUs
+        return None
     listing = run_nvidia_smi("--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
     gpus = re.findall(r"^(\d+), *(\S+), *(\d+)$", listing or "", re.MULTILINE)
     items = [item.strip() for item in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if item.strip()]
     visible = [mib for index, uuid, mib in gpus if any(item == index or uuid.startswith(item) for item in items)]
-    # nvidia-smi does not list MIG ids here. For these, the smallest GPU is a safe guess.
     return min((int(mib) / 1024 for mib in visible or [mib for *_, mib in gpus]), default=None)
 
 

@@ -145,9 +145,10 @@ def _lay_out(recipe: Recipe, resources: Resources, environment: Mapping[str, str
 
 def _list_notes(plan: Plan, recipe: Recipe, resources: Resources, environment: Mapping[str, str]) -> Iterator[str]:
     """Yield sentences that warn the user about a plan: ignored variables, unused GPUs, idle trainers, a shared GPU."""
-    used, job = devices.list_used_gpus(plan.server_gpus, plan.placement, plan.server_nodes), resources.job
-    if len(used) > 1 and any(gpu.startswith("MIG-") for _, gpu in used):
-        yield "NCCL between MIG slices is untested: use one slice with vllm_mode: colocate, or whole GPUs"
+    job = resources.job
+    trains_on_slices = any(gpu.startswith("MIG-") for trainers in plan.placement for gpu in trainers.gpus)
+    if plan.batch.world_size > 1 and trains_on_slices:
+        yield "NCCL does not connect trainers on MIG slices of one GPU: use one slice for training, or whole GPUs"
     yield from (f"{name} is not read: {UNREAD_VARIABLES[name]}" for name in _IGNORED_VARIABLES if environment.get(name))
     most_trainers = devices.count_trainers(recipe, resources, devices.split_gpus(recipe, resources, plan.mode)[1])
     if plan.batch.world_size < most_trainers:
@@ -341,6 +342,8 @@ def _choose_sync_method(recipe: Recipe, resources: Resources, mode: str, spans_n
         return "file", f"no GPU: safetensors in {'the run directory' if spans_nodes else 'shared memory'}"
     if devices.shares_gpu(recipe, resources, mode):
         return "file", "server and rank 0 are on one GPU: safetensors in shared memory"
+    if any(gpu.startswith("MIG-") for gpu in resources.gpus):
+        return "file", "NCCL does not connect MIG slices of one GPU: safetensors in shared memory"
     return "nccl", "server and trainers are on GPUs"
 
 

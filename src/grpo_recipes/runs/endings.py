@@ -99,6 +99,8 @@ MESSAGES = (
             "torch or vLLM was not built for this GPU", "use a newer GPU, or build torch and vLLM for this GPU"),
     Message(r"uncorrectable ECC error|CUDA error: unspecified launch failure", "the GPU failed",
             "exclude the node (sbatch --exclude) and report it to the admins"),
+    Message(r"CUDA error: (an illegal memory access|device-side assert)", "a kernel failed on the GPU",
+            "resume with CUDA_LAUNCH_BLOCKING=1 exported: the traceback then names the kernel"),
     Message(r"ModuleNotFoundError: No module named", "a package is missing",
             "run make setup; grpo doctor shows it under versions"),
     # Slurm
@@ -204,8 +206,7 @@ def out_of_memory(run: Run) -> Finding:
     when = f"after {len(run.rows)} steps" if run.rows else "before the first step"
     for role, text in run.texts.items():
         if re.search(_MEMORY_GPU, text):
-            server_keys = (_describe_key(run, key) for key in ("vllm_gpu_memory_utilization", "vllm_max_model_length"))
-            fix = f"lower {' or '.join(server_keys)}" if role == "server" else _suggest_trainer_memory_fix(run)
+            fix = _suggest_server_memory_fix(run) if role == "server" else _suggest_trainer_memory_fix(run)
             return problem(f"the {role} ran out of GPU memory {when}", fix)
     roles = [role for role, text in run.texts.items() if re.search(_MEMORY_HOST, text)]
     more_memory = "more memory (sbatch --mem=128G)" if run.job_id else "more memory"
@@ -221,6 +222,12 @@ def out_of_memory(run: Run) -> Finding:
 def _describe_key(run: Run, key: str) -> str:
     """Return a recipe key with its value in the run, for a fix: "save_steps (now 100)"."""
     return f"{key} (now {run.value(key)})"
+
+
+def _suggest_server_memory_fix(run: Run) -> str:
+    """Return the keys to change if the server ran out of GPU memory, with their current values."""
+    keys = (_describe_key(run, key) for key in ("vllm_gpu_memory_utilization", "vllm_max_model_length"))
+    return f"lower {' or '.join(keys)}"
 
 
 def _suggest_trainer_memory_fix(run: Run) -> str:
@@ -333,6 +340,8 @@ def advice(run: Run, cause: str) -> str:
     fixes = [message.fix for message in _find_messages(cause)]
     with suppress(ConfigError):  # a file is damaged
         for role in _find_lost_roles(run, cause):  # only the log of that process has the reason
+            if role == "server" and re.search(_MEMORY_GPU, run.texts.get(role, "")):
+                fixes.append(_suggest_server_memory_fix(run))
             fixes += [message.fix for message in _find_messages(run.texts.get(role, ""))]
     known_causes = itertools.chain(*(causes.items() for causes in parts("advice")), _CAUSES.items())
     fixes += [fix for pattern, fix in known_causes if re.search(pattern, cause)]

@@ -313,13 +313,18 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         return {name: int(value) for name, value in self._streamed.items()}
 
     def _compute_fingerprints(self, named_params: NamedTensors) -> NamedTensors:
-        """Yield the tensors, and store their fingerprints: computed on CPU in a thread, on a GPU in its stream."""
+        """Yield the tensors, and store their fingerprints: computed on CPU in a thread, on a GPU in its stream.
+
+        On a GPU, a tensor may still be gathered in the current stream, and after the ``yield`` vLLM has selected
+        another stream. So its fingerprint is requested before.
+        """
         self._streamed = {}
         for name, tensor in named_params:
             compute = partial(compute_sent_fingerprint, name, tensor, self._held)
             background = run_in_thread(compute) if tensor.is_cpu else None
+            requested = None if background else compute()
             yield name, tensor
-            self._streamed[name] = background.result() if background else compute()
+            self._streamed[name] = background.result() if background else requested
 
     def reset_prefix_cache(self) -> None:
         """Empty the server's prefix cache after a sync, so that blocks of the old weights are not reused.
