@@ -353,6 +353,18 @@ STAGES = {
     "replicas": Stage({"vllm_data_parallel_size": "2"}, gpus=3),
     "tensor_parallel": Stage({"vllm_tensor_parallel_size": "2"}, gpus=3, no_cpu="the smoke test has one engine"),
     "model_0.5b": Stage({"weight_sync": "file"}, difference=BFLOAT16, run=run_larger_model),
+    # Their weights fill several of vLLM's transfer buffers of 1 GiB.
+    "nccl_0.5b": Stage(
+        {"weight_sync": "nccl"}, gpus=2, no_cpu="NCCL needs GPUs", difference=BFLOAT16, run=run_larger_model
+    ),
+    "nccl_fsdp2": Stage(
+        {"weight_sync": "nccl", "accelerator": "fsdp2"},
+        gpus=3,
+        ranks=True,
+        no_cpu="NCCL needs GPUs",
+        difference=BFLOAT16,
+        run=run_larger_model,
+    ),
     "update": Stage(run=run_update),
     "offline": Stage(run=run_offline),
 }
