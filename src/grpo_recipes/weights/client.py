@@ -321,10 +321,13 @@ class BridgeClient(SamplingSeeds, ServerConnection):
         self._streamed = {}
         for name, tensor in named_params:
             compute = partial(compute_sent_fingerprint, name, tensor, self._held)
-            background = run_in_thread(compute) if tensor.is_cpu else None
-            requested = None if background else compute()
-            yield name, tensor
-            self._streamed[name] = background.result() if background else requested
+            if tensor.is_cpu:
+                background = run_in_thread(compute)
+                yield name, tensor
+                self._streamed[name] = background.result()
+            else:
+                self._streamed[name] = compute()
+                yield name, tensor
 
     def reset_prefix_cache(self) -> None:
         """Empty the server's prefix cache after a sync, so that blocks of the old weights are not reused.
