@@ -10,7 +10,7 @@ a quarter, by bytes. Importing the modules here would take longer than compiling
 """
 
 import compileall
-import multiprocessing
+import ctypes
 import os
 import signal
 import sys
@@ -25,6 +25,7 @@ LIST = Path(__file__).with_name("imported_folders.txt")
 PACKAGES = Path(sysconfig.get_path("purelib"))
 _LEAST = 0.25  # imported part of a folder in the list
 _MOST_PROCESSES = 8
+_PR_SET_PDEATHSIG = 1
 
 
 def compile_folders() -> None:
@@ -32,17 +33,17 @@ def compile_folders() -> None:
     folders = [PACKAGES / line for line in LIST.read_text().splitlines()]
     files = [file for folder in folders for file in folder.glob("*.py")]
     files += (ROOT / "src").rglob("*.py")
-    signal.signal(signal.SIGTERM, _end_at_once)
     files.sort(key=lambda file: file.stat().st_size, reverse=True)  # so that no process ends with a large module
-    with ProcessPoolExecutor(min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)) as pool:
+    count = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+    with ProcessPoolExecutor(count, initializer=_end_with_parent, initargs=(os.getpid(),)) as pool:
         list(pool.map(_compile, files, chunksize=20))
 
 
-def _end_at_once(*_: object) -> None:
-    """End this process and its workers, which would wait for work forever."""
-    for worker in multiprocessing.active_children():
-        worker.kill()
-    os._exit(1)
+def _end_with_parent(parent: int) -> None:
+    """Let the kernel end this worker when its parent, which has this pid, is killed. It would wait for work forever."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _compile(file: Path) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 from types import ModuleType
 
-import psutil
 import pytest
 
+from grpo_recipes.process.tree import is_alive
 from grpo_recipes.process.waiting import wait_until
 
 SCRIPT = Path(__file__).parents[2] / "scripts/compile_imports.py"
@@ -89,9 +90,9 @@ module.compile_folders()
     workers = tmp_path / "workers"
     assert wait_until(lambda: workers.exists() and workers.read_text().endswith("\n"), seconds=30)
     process.terminate()
-    assert process.wait(30) == 1
+    assert process.wait(30) == -signal.SIGTERM
     pids = {int(line) for line in workers.read_text().split()}
-    assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), seconds=30)
+    assert wait_until(lambda: not any(is_alive(pid) for pid in pids), seconds=30)
 
 
 def test_the_bytecode_of_a_run_names_its_modules(script: ModuleType, tmp_path: Path) -> None:
