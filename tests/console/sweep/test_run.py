@@ -319,7 +319,7 @@ def test_one_array_job_runs_all_trials(sweep, read_sweeps, fake_sbatch, folder, 
     (script,) = fake_sbatch
     assert "#SBATCH --array=0-5%2\n" in script
     assert "#SBATCH --output=logs/slurm_%A_%a.out\n" in script
-    assert script.endswith(f"exec grpo sweep --cell {saved_sweep.folder}\n")
+    assert script.endswith(f'exec grpo sweep --cell {saved_sweep.folder} "$@"\n')
     assert f"export PYTHONPATH={saved_sweep.trial_dir(0)}/code/src\n" in script
     assert saved_sweep.record["jobs"] == [41] and (folder / "logs").is_dir()
     assert "submitted job 41 with 6 tasks, one per run" in capsys.readouterr().out
