@@ -75,7 +75,7 @@ def _stat_files(source: Mapping[str, Any]) -> list[tuple[str, int, int]]:
 def find_entry(home: Path, name: str, identity: str | None) -> tuple[Path, dict[str, Any]] | None:
     """Return the folder in ``home`` with this name and identity, and the values that were stored with it.
 
-    Return None without such a folder, and if its files are not as they were written. The identity None has no folder.
+    Return None without such a folder, if its files have changed, and for the identity None.
     """
     for folder in sorted(home.glob(f"{name}-*")) if identity else []:
         record = load_json_mapping(folder / _RECORD) or {}
@@ -89,7 +89,8 @@ def find_entry(home: Path, name: str, identity: str | None) -> tuple[Path, dict[
 def store_dataset(home: Path, name: str, identity: str | None, dataset: Dataset, values: dict[str, Any]) -> Path:
     """Write a dataset and JSON values to a new folder in ``home``, and return it. Delete earlier ones of this name.
 
-    A kill at any moment leaves no folder with a record but incomplete files. Raise OSError if writing fails.
+    The record is written last, so a kill at any moment leaves no incomplete folder with a record. Raise OSError if
+    writing fails.
     """
     home.mkdir(exist_ok=True)
     for earlier in home.glob(f"{name}-*"):

@@ -41,7 +41,6 @@ from grpo_recipes.recipe.trackers import SHARED_FOLDERS, TRACKERS
 from grpo_recipes.recipe.vllm_flags import flag_words
 from grpo_recipes.runs.rundir import SYNC_FOLDER
 
-KV_CACHE_BYTES = "kv_cache_memory_bytes"  # flag in vllm_args
 LOGS = "logs"  # folder of the logs if the variable LOGDIR is not set
 _CPU_KV_CACHE_GIB = 1  # without a size in the plan
 _HUB_LOGIN = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH")
@@ -260,7 +259,7 @@ def _plan_server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], nam
     if plan.replicas > 1:
         # A second API server would neither see the first one's requests nor load adapters.
         argv += ["--data-parallel-size", str(plan.replicas), "--api-server-count", "1"]
-    if plan.kv_cache_bytes and (recipe.server.args or {}).get(KV_CACHE_BYTES) is None:
+    if plan.kv_cache_bytes and requested_kv_cache(recipe) is None:
         argv += ["--kv-cache-memory-bytes", str(plan.kv_cache_bytes)]
     if not seeds_sampling(recipe.sampling.seed_server, plan.device == "cpu"):
         argv += ["--seed", str(recipe.batch.seed)]
@@ -275,6 +274,12 @@ def _plan_server(recipe: Recipe, plan: Plan, environment: Mapping[str, str], nam
         "server", argv, variables, plan.server_gpus, log, ready="serving", on_loss=on_loss,
         renewed=plan.bridge == "restart", with_trainers=not reconnects,
     )  # fmt: skip
+
+
+def requested_kv_cache(recipe: Recipe) -> int | None:
+    """Return the bytes of vLLM's KV cache that the recipe's ``vllm_args`` request, or None."""
+    size = (recipe.server.args or {}).get("kv_cache_memory_bytes")
+    return None if size is None else int(size)
 
 
 def measure_weights(model: str) -> int:

@@ -25,7 +25,7 @@ import yaml
 from grpo_recipes.errors import ConfigError, config_error, translate_errors
 from grpo_recipes.fetch.assets import Assets
 from grpo_recipes.plan import devices
-from grpo_recipes.plan.commands import KV_CACHE_BYTES, vllm_memory_fraction, with_processes
+from grpo_recipes.plan.commands import requested_kv_cache, vllm_memory_fraction, with_processes
 from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.estimates import find_needs
 from grpo_recipes.plan.models import UnknownShape
@@ -211,14 +211,13 @@ def choose_kv_cache_bytes(recipe: Recipe, plan: Plan) -> int | None:
     """
     if plan.device != "cpu" or plan.mode != "server":
         return None
-    flags = recipe.server.args or {}
-    if (size := flags.get(KV_CACHE_BYTES)) is not None:
-        return int(size)
+    if (size := requested_kv_cache(recipe)) is not None:
+        return size
     try:
         work = Workload.of(recipe, plan)
     except UnknownShape:
         return _MOST_CPU_CACHE
-    block = flags.get("block_size") or _CPU_BLOCK
+    block = (recipe.server.args or {}).get("block_size") or _CPU_BLOCK
     length = -(-work["vllm_max_model_length"] // block) * block
     sequences = plan.max_num_seqs or DEFAULT_SEQUENCES[plan.device]
     return min(max(2 * sequences * work.sequence_cache(length), _LEAST_CPU_CACHE), _MOST_CPU_CACHE)
@@ -240,7 +239,7 @@ def choose_max_num_seqs(recipe: Recipe, plan: Plan, gpu_gib: float | None) -> in
     if plan.device == "cuda" and gpu_gib is None:
         return requested
     try:
-        largest_cache = (recipe.server.args or {}).get(KV_CACHE_BYTES) or _MOST_CPU_CACHE
+        largest_cache = requested_kv_cache(recipe) or _MOST_CPU_CACHE
         work = Workload({**Workload.of(recipe, plan), "vllm_max_num_seqs": 1, "cpu_kv_cache": largest_cache})
     except UnknownShape:
         return requested

@@ -294,7 +294,7 @@ def find_reward_fix(run: Run, cause: str) -> list[tuple[str, str]]:
     if failed is None or (":" not in failed[1] and NO_ANSWER not in cause):
         return []
     file = failed[1].rpartition(":")[0] or failed[1]
-    launch, resume, flags = "start a new run", "resume", ""
+    launch, resume, flags, update = "start a new run", "resume", "", ""
     if variable := re.search(r"(?:set|write) reward_environment: \[(\w+)\]", cause):
         edit = f"export {variable[1]} before the launch and test the reward"
         flags = f" --reward_environment {variable[1]}"
@@ -303,17 +303,16 @@ def find_reward_fix(run: Run, cause: str) -> list[tuple[str, str]]:
     elif not file.endswith(".py"):
         edit = f"fix {file} and test it"
     else:
-        edit, flags = f"fix {file} (not the run's copy) and test it", " --update-rewards"
+        edit, update = f"fix {file} (not the run's copy) and test it", " --update-rewards"
         launch, resume = f"{launch}, which copies it again", "copy it again and resume"
         with suppress(ConfigError):  # a damaged recipe.yaml
             if changed_copies(run.value("reward_funcs"), run.folder / REWARD_COPIES):
                 edit = f"test {file}, which has changed since this run's copy,"
-    test_flags = flags if "reward_environment" in flags else ""
-    test = f"{edit} with ", format_test_command(run) + test_flags
+    test = f"{edit} with ", format_test_command(run) + flags
     if not list_complete_checkpoints(run.folder / "checkpoints"):
-        return [test, (f", then {launch}, since there is no checkpoint: ", format_launch_command(run) + test_flags)]
+        return [test, (f", then {launch}, since there is no checkpoint: ", format_launch_command(run) + flags)]
     slow = ", or raise reward_timeout (--reward_timeout N)" if "time limit" in cause else ""
-    return [test, (f"{slow}, then {resume}: ", f"grpo launch --resume {shell_path(run.folder)}{flags}")]
+    return [test, (f"{slow}, then {resume}: ", f"grpo launch --resume {shell_path(run.folder)}{flags}{update}")]
 
 
 def _join_reward_fix(run: Run, cause: str) -> str:
