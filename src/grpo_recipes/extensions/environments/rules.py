@@ -28,7 +28,15 @@ from grpo_recipes.recipe import Recipe
 from grpo_recipes.recipe.chat_template import find_left_out_part, templates_of
 from grpo_recipes.recipe.keys import catalogue, nearest_of
 from grpo_recipes.recipe.registry import SOURCE_REWARD, benchmarks, rewards
-from grpo_recipes.recipe.rules import OF_DATASETS, Idle, Rule, evaluates, set_by_user, starts_server
+from grpo_recipes.recipe.rules import (
+    OF_DATASETS,
+    Idle,
+    Rule,
+    evaluates,
+    set_by_user,
+    starts_server,
+    uses_external_server,
+)
 from grpo_recipes.recipe.sources import Lookup, PromptSource
 from grpo_recipes.recipe.tasks import MAXENT, task_of
 from grpo_recipes.recipe.user_code import call_parameters, class_methods, find_copy, function_source, spec_problem
@@ -125,6 +133,9 @@ RULES = (
     Rule("tools", lambda r: bool(EnvironmentKeys(r).tools) and _sets_environment(r.__getitem__),
         "tools and environment can't be combined: the prompts of tools come from a dataset",
         "remove tools, or let the environment run them"),
+    Rule("vllm_server_base_url", lambda r: uses_external_server(r) and [key for key in SOURCE.keys if r[key]],
+        "vllm_server_base_url can't be combined with {item}: an external server may leave out a turn of an episode",
+        "{removal}"),
     Rule("dataset_name", lambda r: r.data.name == RESET and not uses_trl_environment(r.__getitem__),
         "{dataset_name} has empty prompts, for an environment of TRL whose reset returns the prompt",
         "add environment: file.py:Class, or set another dataset_name"),
