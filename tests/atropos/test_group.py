@@ -150,6 +150,9 @@ def test_the_nearest_temperature_counts() -> None:
     assert [row.temperature for row in to_trajectories(scored)] == [0.5, 0.7, 0.7]
     assert to_trajectories(replace(scored, generation_params={}))[1].temperature == 0.9
     assert to_trajectories(group())[0].temperature is None
+    own = replace(scored, overrides=[{"temperature": value} for value in (0.5, 1.0, 0.7)])
+    varied = replace(own, generation_params={"temperature": [0.5, 1.0, 0.7]})  # of the requests
+    assert [row.temperature for row in to_trajectories(varied)] == [0.5, 1.0, 0.7]
     assert [(row.zeroed, row.policy_version) for row in to_trajectories(scored)] == [(False, 3), (False, 3), (True, 3)]
 
 
@@ -226,6 +229,8 @@ PROBLEMS = {
         changed("inference_logprobs", 1, [1.0] * 3 + [-0.5, -9999.0]),
         "trajectory 1: inference log-prob -9999 of a trained token, below -104: float32 can",
     ),
+    "several temperatures": (group(3, generation_params={"temperature": [1.0, 0.5]}),
+        "trajectory 0: temperature [1.0, 0.5]"),
     "temperature of 1e39": (group(3, generation_params={"temperature": 1e39}), "trajectory 0: temperature 1e+39"),
     "temperature of 1e-9": (group(3, generation_params={"temperature": 1e-9}), "trajectory 0: temperature 1e-09"),
     "score of text": (group(3, scores=[0.0, 1.0, "1"]), "trajectory 2: score '1'"),

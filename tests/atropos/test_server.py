@@ -254,7 +254,7 @@ def test_what_is_asked_in_a_block_is_noted_with_the_policy_of_its_begin(vllm: Fa
     requests = asyncio.run(ask())
     assert [request.policy_version for request in requests] == [2, 2, 3]
     plain = {"temperature": 0.5, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-    assert build_generation_params(requests) == {**plain, "policy_version": 2}
+    assert build_generation_params(requests) == {**plain, "top_p": [1.0, 0.5], "policy_version": 2}
     assert build_generation_params(requests[:2]) == {**plain, "top_p": 1.0, "policy_version": 2}
     assert build_generation_params([]) == {}
 

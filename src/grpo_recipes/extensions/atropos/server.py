@@ -104,14 +104,17 @@ def record_requests() -> Iterator[list[SamplingRequest]]:
 
 
 def build_generation_params(requests: Sequence[SamplingRequest]) -> dict[str, Any]:
-    """Return a group's ``generation_params``: sampling parameters that its requests share, and oldest policy version.
+    """Return a group's ``generation_params``: the sampling parameters of its requests, and the oldest policy version.
 
-    ``policy_version`` is left out if the version of any request is unknown.
+    A parameter that differs between requests is the list of its values. Then it counts as not neutral, and a list of
+    temperatures makes the trainer reject the group, unless its trajectories have their own. ``policy_version`` is left
+    out if the version of any request is unknown.
     """
-    first = requests[0].sampling if requests else {}
-    params = {
-        name: value for name, value in first.items() if all(request.sampling.get(name) == value for request in requests)
+    values = {
+        name: list(dict.fromkeys(request.sampling.get(name) for request in requests))
+        for name in dict.fromkeys(name for request in requests for name in request.sampling)
     }
+    params = {name: different[0] if len(different) == 1 else different for name, different in values.items()}
     versions = [request.policy_version for request in requests if request.policy_version is not None]
     return params | ({"policy_version": min(versions)} if versions and len(versions) == len(requests) else {})
 
