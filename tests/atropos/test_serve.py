@@ -287,6 +287,30 @@ def test_prompts_that_are_all_too_long_end_it_and_one_alone_does_not(make_run, v
     assert "Traceback" not in output.err and "the last with PromptTooLong: the prompt has 33 tokens" in output.out
 
 
+def test_long_prompts_do_not_end_it_while_another_group_is_under_way(make_run, vllm) -> None:
+    environment = made(make_run(atropos_environment="arithmetic"), server=vllm.url)
+    long, short = {"prompt": "1" * 30, "answer": "1"}, {"prompt": "1+1=", "answer": "2"}
+    sample = environment.sample
+
+    async def collect_all() -> Any:
+        all_failed = asyncio.Event()
+
+        async def sample_late(*args: Any) -> Any:
+            await all_failed.wait()
+            return await sample(*args)
+
+        environment.sample = sample_late
+        slow = asyncio.create_task(environment.collect_trajectories(short))
+        await asyncio.sleep(0)
+        for _ in range(30):
+            with pytest.raises(PromptTooLong):
+                await environment.collect_trajectories(long)
+        all_failed.set()
+        return (await slow)[0]
+
+    assert len(asyncio.run(collect_all())["tokens"]) == 2
+
+
 def test_a_template_that_cannot_go_on_ends_it_as_a_wrong_recipe(make_run, capsys) -> None:
     environment = made(make_run(atropos_environment="arithmetic", chat_template="{{ raise_exception('no') }}"))
     with pytest.raises(SystemExit) as error:

@@ -78,6 +78,7 @@ class RunEnvironment(BaseEnv):
         if self.run_template is not None:
             self.tokenizer.chat_template = self.run_template
         self._failures = 0  # failed groups in a row
+        self._running = 0  # groups under way
         self._slots: AsyncSemWithAdaptiveWeight | None = None  # limits the groups under way
 
     async def collect_trajectories(self, item: Any) -> tuple[Collected, list[Any]]:
@@ -87,6 +88,7 @@ class RunEnvironment(BaseEnv):
         configuration and after 24 failures in a row, except failures of a lost server. Other errors are raised again,
         and atroposlib continues with the next item.
         """
+        self._running += 1
         try:
             with record_requests() as requests:
                 collected, backlog = await self._collect_in_slot(item)
@@ -94,7 +96,8 @@ class RunEnvironment(BaseEnv):
             say(str(error))
             raise SystemExit(EXIT_CONFIG_ERROR) from error
         except Exception as error:  # atroposlib logs it and continues with the next item
-            self._failures += not isinstance(error, ServerGone)
+            is_data = isinstance(error, PromptTooLong) and self._running > 1
+            self._failures += not (isinstance(error, ServerGone) or is_data)
             if self._failures == 1 and not isinstance(error, PromptTooLong):  # the log has its message already
                 traceback.print_exception(error)
             if self._failures >= _MAX_FAILURES:
@@ -102,6 +105,8 @@ class RunEnvironment(BaseEnv):
                 say(f"{self.label}: {self._failures} groups in a row failed, the last with {last}")
                 raise SystemExit(1) from error
             raise
+        finally:
+            self._running -= 1
         self._failures = 0
         for group in collected if isinstance(collected, list) else [collected]:
             if group is not None:
