@@ -161,6 +161,11 @@ def test_every_field_that_a_run_may_change_has_a_reason_and_ours_change_none(mak
     assert " -> " not in capsys.readouterr().out
 
 
+def test_a_field_that_the_configuration_derives_is_shown_as_derived(make_run, capsys) -> None:
+    made(make_run(atropos_environment=f"{FILE}:Derived"))
+    assert "half 2 -> 1: the configuration derives it from other values" in capsys.readouterr().out
+
+
 def test_an_environment_that_would_never_begin_begins_and_arguments_win(make_run, capsys) -> None:
     base = serve.load_environment(f"{FILE}:Count").config_init()[0]
     assert (

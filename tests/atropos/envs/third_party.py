@@ -1,7 +1,7 @@
 """A typical third-party environment for atroposlib: one trajectory at a time, through its ManagedServer."""
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
-from pydantic import Field
+from pydantic import Field, model_validator
 
 
 class CountConfig(BaseEnvConfig):
@@ -34,6 +34,21 @@ class Count(BaseEnv):
 
     async def evaluate(self, *args, **kwargs):
         pass
+
+
+class DerivedConfig(CountConfig):
+    half: int = 0
+
+    @model_validator(mode="after")
+    def halve(self):
+        self.half = self.group_size // 2
+        return self
+
+
+class Derived(Count):
+    """Derives a field of its configuration from another."""
+
+    env_config_cls = DerivedConfig
 
 
 class Own(Count):

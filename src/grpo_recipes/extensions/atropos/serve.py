@@ -74,6 +74,7 @@ _REASONS = {
     "use_wandb": "the trainer reports to W&B; metrics of the environment go to a file of the run directory",
     "wandb_name": "the name of the environment in the run",
 }
+_DERIVED = "the configuration derives it from other values"  # by a validator of the environment's class
 _MARGIN_SECONDS = 60.0  # patience with the server beyond the limits of a hang and of a start
 
 
@@ -270,7 +271,7 @@ def describe_changes(base: BaseModel, config: BaseModel, args: Collection[str]) 
     for name, old in base.model_dump().items():
         new = getattr(config, name)
         if new != old and name not in args and not (name in hidden and hidden[name] == old):
-            lines.append(f"{name} {old!r} -> {new!r}: {_REASONS[name]}")
+            lines.append(f"{name} {old!r} -> {new!r}: {_REASONS.get(name, _DERIVED)}")
     return lines
 
 
