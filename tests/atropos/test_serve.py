@@ -156,7 +156,8 @@ def test_the_runs_copy_of_a_users_file_is_what_runs(make_run, tmp_path) -> None:
 def test_every_field_that_a_run_may_change_has_a_reason_and_ours_change_none(make_run, capsys) -> None:
     """S7: an environment of ours has no values of another author."""
     changed = set(OWNED_FIELDS) - {"batch_size"} | {"seed", "max_tokens", "system_prompt", "wandb_name"}
-    assert changed | {"group_size", "total_steps", "use_wandb", "max_batches_offpolicy"} == set(serve._REASONS)
+    changed |= {"group_size", "total_steps", "use_wandb", "max_batches_offpolicy", "worker_timeout"}
+    assert changed == set(serve._REASONS)
     made(make_run(atropos_environment="arithmetic", temperature=0.5, system_prompt="hello"))
     assert " -> " not in capsys.readouterr().out
 
@@ -164,6 +165,13 @@ def test_every_field_that_a_run_may_change_has_a_reason_and_ours_change_none(mak
 def test_a_field_that_the_configuration_derives_is_shown_as_derived(make_run, capsys) -> None:
     made(make_run(atropos_environment=f"{FILE}:Derived"))
     assert "half 2 -> 1: the configuration derives it from other values" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("own", "longest_wait", "used"), [(None, 900.0, 900), (None, 60.0, 600), (-1, 900.0, -1)])
+def test_a_group_may_take_as_long_as_the_trainer_waits(make_run, own: int | None, longest_wait: float, used) -> None:
+    args = {} if own is None else {"worker_timeout": own}
+    keys = {"atropos_environment_args": args, "atropos_batch_max_wait_time": longest_wait}
+    assert made(make_run(atropos_environment=f"{FILE}:Count", **keys)).config.worker_timeout == used
 
 
 def test_an_environment_that_would_never_begin_begins_and_arguments_win(make_run, capsys) -> None:

@@ -73,6 +73,7 @@ _REASONS = {
     "total_steps": "an environment runs until the training ends",
     "use_wandb": "the trainer reports to W&B; metrics of the environment go to a file of the run directory",
     "wandb_name": "the name of the environment in the run",
+    "worker_timeout": "atropos_batch_max_wait_time of the recipe; a slower group would be dropped",
 }
 _DERIVED = "the configuration derives it from other values"  # by a validator of the environment's class
 _MARGIN_SECONDS = 60.0  # patience with the server beyond the limits of a hang and of a start
@@ -211,6 +212,8 @@ def build_config(
         raise config_error("max_prompt_length", "nothing limits the length of a prompt", "add max_prompt_length")
     key_of_field = {"seed": "seed", "max_tokens": "max_completion_length", "system_prompt": "system_prompt"}
     from_recipe = {name: recipe[key] for name, key in key_of_field.items() if recipe[key] is not None}
+    if 0 < base.worker_timeout < (longest_wait := AtroposKeys(recipe).batch_max_wait_time):
+        from_recipe["worker_timeout"] = longest_wait
     set_by_run = {
         "group_size": recipe.batch.num_generations,
         "inference_weight": entry.weight,
