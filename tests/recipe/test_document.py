@@ -180,8 +180,17 @@ def test_numbers_that_the_trainer_would_die_of_are_out_of_range(tmp_path: Path, 
         ("seed: 042", "YAML reads 042 as an octal number"),
         ("lr_scheduler_kwargs: {min_lr: 1e-7}", "YAML reads 1e-7 as a string"),
         ("chat_template_kwargs: {enable_thinking: no}", "YAML reads no as false"),
+        ("run_name: 1.10", "YAML reads 1.10 as the number 1.1"),
+        ("model_revision: 0123456", "YAML reads 0123456 as the number 42798"),
+        ("lora_target_modules: [q_proj, 1_0]", "YAML reads 1_0 as the number 10"),
     ],
 )
 def test_a_word_that_yaml_reads_otherwise_than_it_looks_is_told(line, message, tmp_path):
     (tmp_path / "recipe.yaml").write_text(f"{line}\n")
     assert any(problem.what.startswith(message) for problem in merge_recipe(tmp_path / "recipe.yaml")[1])
+
+
+def test_a_number_that_yaml_does_not_change_may_be_the_value_of_a_text(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("run_name: 7\nmodel_revision: 1.5\nwandb_project: '1.10'\n")
+    recipe = read_recipe(tmp_path / "recipe.yaml")
+    assert (recipe["run_name"], recipe["model_revision"], recipe["wandb_project"]) == ("7", "1.5", "1.10")

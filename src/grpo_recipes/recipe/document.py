@@ -175,7 +175,8 @@ def _parse(path: Path, text: str, problems: list[Problem]) -> dict[str, Value]:
                     problems.append(Problem(line_of(key), message, "keep one of the two lines"))
         elif isinstance(node, yaml.ScalarNode) and node.style is None:
             nested = any(isinstance(step, str) for step in path_to_node[1:])
-            problems += [Problem(line_of(node), *trap) for trap in _find_yaml_traps(node.tag, node.value, nested)]
+            kind = "" if nested or not path_to_node else catalogue().get(str(path_to_node[0]), {}).get("type", "")
+            problems += [Problem(line_of(node), *trap) for trap in _find_yaml_traps(node.tag, node.value, kind, nested)]
     construct = functools.partial(loader.construct_object, deep=True)
     return {str(construct(key)): Value(construct(value), line_of(key), lines=lines) for key, value in root.value}
 
@@ -191,14 +192,18 @@ def _walk(path: KeyPath, node: yaml.Node, name: yaml.Node | None = None) -> Iter
             yield from _walk((*path, index), item)
 
 
-def _find_yaml_traps(tag: str, text: str, nested: bool) -> Iterator[tuple[str, str]]:
+def _find_yaml_traps(tag: str, text: str, kind: str, nested: bool) -> Iterator[tuple[str, str]]:
     """Yield (problem, fix) for an unquoted value that YAML 1.1 reads differently from how it looks.
 
-    These are integers with a leading zero, which YAML reads as octal. In ``nested`` values (in a mapping inside a key),
+    These are integers with a leading zero, which YAML reads as octal. If ``kind``, the type of the key, is a string,
+    they are also numbers with another spelling, such as ``1.10``. In ``nested`` values (in a mapping inside a key),
     they are also ``1e-6``, read as a string, and ``no``, ``yes``, ``on`` and ``off``, read as booleans. For other
     values, ``convert_value`` handles these two. ``tag`` is the type that YAML has resolved.
     """
-    if tag == _INT and re.fullmatch(r"[-+]?0\d+", text.replace("_", "")):
+    if kind in ("str", "list[str]") and tag in (_INT, _FLOAT):
+        if (number := str(yaml.load(text, FAST_LOADER))) != text:
+            yield f"YAML reads {text} as the number {number}", f'write "{text}" in quotes'
+    elif tag == _INT and re.fullmatch(r"[-+]?0\d+", text.replace("_", "")):
         yield f"YAML reads {text} as an octal number", f"write {int(text.replace('_', ''))}"
     elif nested and tag == _STR and (match := _EXPONENT.fullmatch(text)):
         sign, mantissa, direction, exponent = match.groups()
