@@ -60,6 +60,17 @@ def test_a_new_run_has_a_private_folder_and_an_identity(tmp_path):
     assert (run.folder / "code.patch").exists()
 
 
+@pytest.mark.parametrize(
+    ("program", "command"),
+    [("/env/bin/grpo", "grpo"), ("grpo.py", f"python {find_code_root() / 'src/grpo.py'}"), ("main.py", "grpo")],
+)
+def test_a_run_records_its_command_with_the_entry_script(tmp_path, monkeypatch, program, command):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [program, "--seed", "7"])
+    run = new_run(tmp_path / "run", "name", "stamp", Resources("cpu", (), 2).facts())
+    assert run.identity["command"] == f"{command} --seed 7"
+
+
 def test_a_run_of_a_job_names_the_job(tmp_path):
     resources = Resources("cpu", (), 2, SlurmJob(7, "cluster", 1, None))
     assert new_run(tmp_path / "mine-stamp", "mine", "stamp", resources.facts()).identity["job"] == "cluster-7"

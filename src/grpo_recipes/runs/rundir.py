@@ -182,8 +182,8 @@ def create_recorded_folder(folder: Path, failure: str, *inside: str) -> dict[str
         for name in inside:
             (folder / name).mkdir(mode=0o700)
         (folder / "code.patch").write_text(mask_secrets(code.pop("patch")))
-        entry_point = find_code_root() / f"run_{Path(sys.argv[0]).stem}_grpo.py"
-        program = ["python", entry_point.name] if entry_point.is_file() else ["grpo"]
+        scripts = (find_code_root() / part / Path(sys.argv[0]).name for part in ("", "src"))  # entry scripts
+        program = next((["python", display_path(script)] for script in scripts if script.is_file()), ["grpo"])
         return {"command": mask_secrets(shlex.join([*program, *sys.argv[1:]])), "code": code}
     return None
 

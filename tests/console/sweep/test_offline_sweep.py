@@ -13,6 +13,7 @@ pytest.importorskip("hydra")
 from grpo_recipes.console.sweep.folder import Sweep
 from grpo_recipes.extensions.offline import main as offline
 from grpo_recipes.launch import submission
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.recipe import read_frozen
 
 SMOKE = ("model.train_id=smoke:sums", "data.problems=arithmetic", "generation.max_new_tokens=8", "train.iterations=1")
@@ -94,7 +95,7 @@ def test_it_is_submitted_as_one_array_job_whose_servers_have_ports_of_their_own(
 
 @pytest.mark.slow
 def test_optuna_chooses_values_of_hydra_keys(folder, fake_launches, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["grpo_recipes/cli/offline.py", "-m", "train.lr=log:1e-6..1e-4"])
+    monkeypatch.setattr(sys, "argv", ["run_offline_grpo.py", "-m", "train.lr=log:1e-6..1e-4"])
     pytest.importorskip("optuna", reason="EXTRAS=search bash scripts/setup.sh")
     words = ("train.lr=log:1e-6..1e-4", "train.batch_size=1..5", "--search", "optuna", "--trials", "3")
     refused = "per_device_train_batch_size=5 and 1 more: train.batch_size: steps of 5 x 1 completions"
@@ -102,7 +103,8 @@ def test_optuna_chooses_values_of_hydra_keys(folder, fake_launches, capsys, monk
     words = ("train.lr=log:1e-6..1e-4", "train.batch_size=1..8", "--search", "optuna", "--trials", "3")
     assert multirun(FREE, *words, "--metric", "reward") == 0
     (saved_sweep,) = read_sweeps(folder)
-    assert saved_sweep.resume_command() == "python run_offline_grpo.py -m train.lr=log:1e-6..1e-4"
+    script = find_code_root() / "run_offline_grpo.py"
+    assert saved_sweep.resume_command() == f"python {script} -m train.lr=log:1e-6..1e-4"
     recipes = [read_frozen(saved_sweep.trial_dir(index) / "recipe.yaml") for index in range(3)]
     assert len({recipe["learning_rate"] for recipe in recipes}) == 3
     assert all(1e-6 <= recipe["learning_rate"] <= 1e-4 for recipe in recipes)

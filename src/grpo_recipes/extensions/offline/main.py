@@ -394,3 +394,4 @@ def _build_parser() -> Parser:
 
 if __name__ == "__main__":
     sys.exit(main())
+    sys.argv[0] = PROGRAM  # run.json, sweep.json and launch.log have this as the command
