@@ -1,4 +1,4 @@
-"""Train with vLLM inside the training processes; see docs/colocated.md.
+"""Train with vLLM inside the training processes; see docs/migrate.md.
 
 python run_colocated_grpo.py --gpus 4
 """

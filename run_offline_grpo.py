@@ -1,4 +1,4 @@
-"""Train by iterations over seeded problems; see docs/offline-trainer.md.
+"""Train by iterations over seeded problems; see docs/migrate.md.
 
 python run_offline_grpo.py train.iterations=3
 """

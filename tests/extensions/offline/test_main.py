@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import os
+import runpy
 import socket
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +18,11 @@ from grpo_recipes.cli.entry_points import with_flags_of
 from grpo_recipes.console.sweep.spec import make_trials
 from grpo_recipes.errors import ConfigError, config_error
 from grpo_recipes.extensions.offline import main as offline
+from grpo_recipes.launch.resolve import POINTERS
+from grpo_recipes.paths import find_code_root
 from grpo_recipes.plan.devices import Resources
+from grpo_recipes.runs.rundir import create_recorded_folder
+from grpo_recipes.slurm.client import SlurmJob
 
 SMOKE = ("model.train_id=smoke:sums", "data.problems=arithmetic", "generation.max_new_tokens=8")
 with socket.socket() as free:  # another launch on this machine may use the configured port
@@ -67,6 +75,17 @@ def test_a_folder_of_a_sweep_is_the_value_of_its_flag(capfd: pytest.CaptureFixtu
     assert "grpo: --resume: " in capfd.readouterr().err
 
 
+def test_a_run_records_the_command_of_the_script_that_started_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["src/grpo_recipes/extensions/offline/main.py", "--cfg", "job"])
+    monkeypatch.delitem(sys.modules, offline.__name__)
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module(offline.__name__, run_name="__main__")
+    folder = create_recorded_folder(tmp_path / "run", "")
+    assert folder and folder["command"] == f"python {find_code_root() / 'run_offline_grpo.py'} --cfg job"
+
+
 def test_the_configuration_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     assert run("--cfg", "job", "train.lr=3e-4") == 0
     assert "lr: 0.0003" in capfd.readouterr().out
@@ -93,6 +112,11 @@ def test_the_configuration_is_printed(capfd: pytest.CaptureFixture[str]) -> None
         ((*SMOKE, "eval.ids=[1,1001]"), "eval.ids: 1001 is also a training seed"),
         ((*SMOKE, "generation.base_url=http://a:99999999"), "generation.base_url: 'http://a:99999999' is"),
         (("--resume", "somewhere", "train.lr=1e-3"), "train.lr=1e-3: has no effect with --resume"),
+        (("~train.lr",), "~train.lr: unknown key '~train.lr'. Fix: write train.lr=VALUE"),
+        (("hydra.job.chdir=true",), "hydra.job.chdir=true: has no effect here. Fix: remove it; hydra.run.dir sets"),
+        (("hydra.sweep.dir=x",), "hydra.sweep.dir=x: has no effect here. Fix: remove it; hydra.run.dir sets"),
+        (("-m", "seed=1,2", "hydra.run.dir=x"), "hydra.run.dir=x: has no effect here. Fix: remove it; hydra.sweep.dir"),
+        ((*SMOKE, "-m", "seed=1,2", "generation.base_url=8000"), "generation.base_url: '8000' is not an address"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_and_nothing_is_made(
@@ -118,6 +142,8 @@ def test_a_gpu_that_is_not_there_is_never_replaced() -> None:
         offline.select_device("cpu", Resources(device="cuda", gpus=("0", "1", "2"), cores=2))
     with pytest.raises(ConfigError, match="'cuda:3' is not available: 3 GPUs are visible"):
         offline.select_device("cuda:3", Resources(device="cuda", gpus=("0", "1", "2"), cores=2))
+    with pytest.raises(ConfigError, match="'cuda:' is unknown"):
+        offline.select_device("cuda:", Resources(device="cuda", gpus=("0", "1", "2"), cores=2))
 
 
 @pytest.mark.slow
@@ -211,6 +237,36 @@ def test_a_folder_of_another_configuration_is_not_gone_on_with(
     assert run(*words, "train.lr=1e-3", "generation.base_url=http://127.0.0.1:29878", "model.device=cpu") == 0
     assert moved[-1] == {"vllm_server_port": 29878}
     assert {path.name: path.read_text() for path in (tmp_path / "one/.hydra").iterdir()} == hydra_files
+
+
+def test_a_requeued_job_resumes_its_run_in_the_folder_of_its_first_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[Any] = []
+
+    def launch(options: Any, resources: Resources) -> int:
+        assert resources.job
+        launched.append(options.resume)
+        if options.resume is None:
+            run_dir = Path(options.keys["run_root"].value, f"offline-{len(launched)}")
+            run_dir.mkdir()
+            (run_dir / "run.json").write_text("{}")
+            pointer = run_dir.parent / POINTERS / resources.job.name
+            pointer.parent.mkdir()
+            pointer.write_text(str(run_dir))
+        return 0
+
+    monkeypatch.setattr(offline, "launch", launch)
+    words = (*SMOKE, FREE, "--use_vllm=false")
+    starts = [(0, 7, 1e-3), (0, 8, 1e-3), (0, 7, 2e-3), (1, 7, 1e-3), (1, 7, 3e-3), (1, 9, 1e-3)]
+    for hour, (restarts, number, lr) in enumerate(starts):
+        job = SlurmJob(number, "cluster", 1, None, restarts)
+        monkeypatch.setattr(offline, "find_resources", lambda _, job=job: Resources("cpu", (), 2, job))
+        clock = SimpleNamespace(now=lambda hour=hour: datetime.datetime(2026, 1, 1, hour))
+        monkeypatch.setattr("hydra.core.utils.datetime", clock)
+        assert run(*words, f"train.lr={lr}") == 0
+    first = next(tmp_path.glob("outputs/*/*/offline-1"))
+    assert launched == [None, None, None, str(first), None, None]
 
 
 def test_a_command_in_a_fix_is_one_that_can_be_run(capfd: pytest.CaptureFixture[str]) -> None:

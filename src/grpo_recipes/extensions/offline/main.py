@@ -38,6 +38,7 @@ from grpo_recipes.cli.runs import launch_options
 from grpo_recipes.cli.sweeps import FlagsOf, need_sweeper
 from grpo_recipes.errors import ConfigError, Problem, config_error, translate_errors
 from grpo_recipes.extensions.offline import keys as offline
+from grpo_recipes.launch.resolve import POINTERS
 from grpo_recipes.launch.run import launch
 from grpo_recipes.paths import display_path, find_code_root, sort_newest_first
 from grpo_recipes.plan.devices import Resources, find_resources
@@ -47,12 +48,14 @@ from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.document import Value, as_words
 from grpo_recipes.recipe.keys import nearest_of
 from grpo_recipes.runs.rundir import write_atomically
+from grpo_recipes.slurm.client import SlurmJob
 
 PROGRAM = "run_offline_grpo.py"
 BASE = "recipes/base/offline_grpo.yaml"
 CONFIG = "offline_grpo"
 _ANSWER_SECONDS = 5.0
 _ADDRESS = ("vllm_server_port", "vllm_server_base_url")
+_RUN_FOLDER, _SWEEP_FOLDER = "hydra.run.dir", "hydra.sweep.dir"  # the only keys of Hydra itself that have an effect
 _LAUNCH_KEYS = ("model.device", "generation.base_url", "eval.base_url")  # a resumed run may have other values
 _OVERRIDE = re.compile(r"[+~]{0,2}[\w.]+=")
 # Options that only a launch has, and options that only a sweep has.
@@ -97,10 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _start_launch_or_sweep(arguments: list[str]) -> int:
     """Start the launch or sweep of a command line, or resume the run in its folder; return the exit code.
 
-    With -m, start a sweep. If the folder has a run with the same configuration, resume it. Before a new launch, check
-    recipe and plan, and write Hydra's files; remove them if the launch is rejected. With --cfg, only print the
-    configuration. Set the variables of the selected device in ``os.environ``. Raise ConfigError for wrong words and
-    flags.
+    With -m, start a sweep. If the folder has a run with the same configuration, resume it. A requeued Slurm job uses
+    its earlier folder. Before a new launch, check recipe and plan, and write Hydra's files; remove them if the launch
+    is rejected. With --cfg, only print the configuration. Set the variables of the selected device in ``os.environ``.
+    Raise ConfigError for wrong words and flags.
     """
     reject_other_launchers(f"python {PROGRAM} --num_processes", os.environ)
     words, flag_words = _split_words(arguments)
@@ -108,25 +111,25 @@ def _start_launch_or_sweep(arguments: list[str]) -> int:
     names = ["--cfg", "--multirun", *(option_names[0] for option_names, _ in _ONLY_SWEEP)]
     if problems := list(unknown_flags(flags, names, PROGRAM)):
         raise ConfigError(*problems)
-    overrides = _parse_overrides(words)
+    overrides = _parse_overrides(words, _SWEEP_FOLDER if options.multirun else _RUN_FOLDER)
     if options.multirun:
         return _start_sweep(options, overrides, flags)
     _reject_options(options, _ONLY_SWEEP, "has no effect without -m", "add -m, or remove it")
     if swept := [word for word, override in overrides if override.is_sweep_override()]:
         raise config_error(swept[0], "has several values", "add -m to start a run for each value")
-    config, hydra, _ = _compose(words)
+    config, hydra, earlier_folders = _compose(words)
     if options.cfg:
         print(OmegaConf.to_yaml(config), end="")
         return 0
     # Without an address on the command line, a server at the default address may belong to another user.
     sets_address = any(override.get_key_element() == "generation.base_url" for _, override in overrides)
     translation = _translate(config, lambda url: sets_address and _server_answers(url))
-    folder = Path(hydra.run.dir).absolute()
     resources, variables = select_device(translation.device, find_resources(os.environ))
+    folder = _find_folder_of_job(earlier_folders, resources.job, config) or Path(hydra.run.dir).absolute()
     if options.resume and words:
         raise config_error(words[0], "has no effect with --resume: a resumed run keeps its configuration", "remove it")
     resumed = options.resume or _find_earlier_run(folder, config)
-    keys = {**translation.keys, "run_root": Value(str(folder), "hydra.run.dir")}
+    keys = {**translation.keys, "run_root": Value(str(folder), _RUN_FOLDER)}
     if resumed is not None:
         keys = {key: value for key, value in keys.items() if sets_address and key in _ADDRESS}
     request = launch_options(options, str(find_code_root() / BASE) if resumed is None else None, flags, keys=keys)
@@ -175,8 +178,8 @@ def _start_sweep(options: argparse.Namespace, overrides: list[tuple[str, Overrid
     fixed = [word for word, override in overrides if override.get_key_element() not in swept]
     axes = sweeper.axes({offline.SAME[key]: texts for key, texts in swept.items()}, flags)
     first_trial = [f"{key}={texts[0]}" for key, texts in zip(swept, axes.values(), strict=True)]
-    config, hydra, earlier_folders = _compose([*fixed, *first_trial])
-    answers = "generation.base_url" in values and _server_answers(config.generation.base_url)
+    config, hydra, earlier_folders = _compose([*fixed, *first_trial], "sweep")
+    answers = "generation.base_url" in values and _server_answers(str(config.generation.base_url))
     translation, root = _translate(config, lambda _: answers), Path(hydra.sweep.dir).absolute()
     _, variables = select_device(translation.device, sweeper.resources(os.environ))
     if variables and sweeper.is_submitted:
@@ -242,10 +245,11 @@ def _split_words(arguments: list[str]) -> tuple[list[str], list[str]]:
     return overrides, flag_words
 
 
-def _parse_overrides(words: list[str]) -> list[tuple[str, Override]]:
+def _parse_overrides(words: list[str], folder_key: str) -> list[tuple[str, Override]]:
     """Parse KEY=VALUE words with Hydra; return each word with its override.
 
-    Raise ConfigError with all words that are invalid or have an unknown key.
+    ``folder_key`` is the only key of Hydra itself that has an effect. Raise ConfigError with all words that are
+    invalid, have an unknown key or have no effect.
     """
     problems, overrides = [], []
     for word in words:
@@ -255,9 +259,13 @@ def _parse_overrides(words: list[str]) -> list[tuple[str, Override]]:
             problems.append(Problem(word, " ".join(str(error).split()), "write KEY=VALUE"))
             continue
         key = override.get_key_element()
-        if not key.startswith("hydra.") and key not in offline.KEYS:
+        if key.startswith("hydra."):
+            if key != folder_key:
+                problems.append(Problem(word, "has no effect here", f"remove it; {folder_key} sets the folder"))
+        elif key not in offline.KEYS:
             nearest = nearest_of(key, offline.KEYS)
-            fix = f"write {nearest}={word.partition('=')[2]}" if nearest else f"see conf/{CONFIG}.yaml for the keys"
+            value = word.partition("=")[2] or "VALUE"
+            fix = f"write {nearest}={value}" if nearest else f"see conf/{CONFIG}.yaml for the keys"
             problems.append(Problem(word, f"unknown key '{key}'", fix))
         overrides.append((word, override))
     if problems:
@@ -265,10 +273,11 @@ def _parse_overrides(words: list[str]) -> list[tuple[str, Override]]:
     return overrides
 
 
-def _compose(words: list[str]) -> tuple[DictConfig, DictConfig, list[Path]]:
-    """Compose Hydra's configuration with overrides; return it, its part ``hydra``, and folders of earlier sweeps.
+def _compose(words: list[str], kind: str = "run") -> tuple[DictConfig, DictConfig, list[Path]]:
+    """Compose Hydra's configuration with overrides; return it, its part ``hydra``, and folders of earlier starts.
 
-    The folders are sorted, newest first. Raise ConfigError if Hydra rejects the overrides.
+    ``kind`` is "run" or "sweep", and the folders are those of its ``dir`` at any time, the newest first. Raise
+    ConfigError if Hydra rejects the overrides.
     """
     errors = (HydraException, OmegaConfBaseException)
     fix = "see conf/offline_grpo.yaml"
@@ -278,7 +287,7 @@ def _compose(words: list[str]) -> tuple[DictConfig, DictConfig, list[Path]]:
     ):
         whole = compose(CONFIG, overrides=words, return_hydra_config=True)
         hydra = whole.hydra.copy()
-        raw = OmegaConf.to_container(hydra.sweep, resolve=False)
+        raw = OmegaConf.to_container(hydra[kind], resolve=False)
         pattern = re.sub(r"\$\{now:[^}]*\}", "*", str(raw["dir"] if isinstance(raw, dict) else ""))
         OmegaConf.resolve(hydra.run)
         OmegaConf.resolve(hydra.sweep)
@@ -311,8 +320,8 @@ def select_device(device: str, resources: Resources) -> tuple[Resources, dict[st
     if device == "cpu":
         problem = "'cpu' is not available: this environment is for GPUs"
         raise config_error("model.device", problem, "set auto, cuda or cuda:N, or set up with DEVICE=cpu")
-    kind, _, number = device.partition(":")
-    if kind != "cuda" or (number and not number.isdecimal()):
+    number = device.removeprefix("cuda:")
+    if device != "cuda" and not (device.startswith("cuda:") and number.isdecimal()):
         raise config_error("model.device", f"'{device}' is unknown", "set auto, cpu, cuda or cuda:N")
     if resources.device == "cpu":
         fix = "set model.device=auto or cpu, or run `make setup` for GPUs"
@@ -357,6 +366,19 @@ def _find_earlier_run(folder: Path, config: DictConfig) -> str | None:
     return _find_newest_run(folder)
 
 
+def _find_folder_of_job(folders: Iterable[Path], job: SlurmJob | None, config: DictConfig) -> Path | None:
+    """Return the first of ``folders`` with a run of a requeued Slurm job and this configuration; None without one.
+
+    The default of hydra.run.dir contains the time of the start, so a requeued job would start again in a new folder.
+    """
+    if job is not None and job.restarts:
+        for folder in (folder for folder in folders if (folder / POINTERS / job.name).is_file()):
+            with suppress(ConfigError):  # another command of the job's script started this run
+                if _find_earlier_run(folder, config):
+                    return folder.absolute()
+    return None
+
+
 def _find_newest_run(folder: Path) -> str | None:
     """Return the run directory in a folder with the last name in alphabetical order; None if there is none."""
     runs = sorted(path.parent for path in folder.glob("*/run.json"))
@@ -393,5 +415,5 @@ def _build_parser() -> Parser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
     sys.argv[0] = PROGRAM  # run.json, sweep.json and launch.log have this as the command
+    sys.exit(main())
