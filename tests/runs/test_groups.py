@@ -80,6 +80,15 @@ def test_a_damaged_group_hides_no_other(pair: Path, tmp_path: Path) -> None:
         find_group(tmp_path / "runs", "damaged")
 
 
+def test_a_damaged_trial_hides_no_other_run(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (pair / CELLS / "left/summary.json").write_text("")
+    (pair.parents[1] / "run-1").mkdir()
+    write_json(pair.parents[1] / "run-1/run.json", {"run_name": "run"})
+    assert main(["status"]) == 0
+    output = capsys.readouterr().out
+    assert "pairs/mine  damaged: summary.json" in output and "run-1       lost" in output
+
+
 def test_status_and_stop_handle_a_group(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "mine"]) == 0
     assert capsys.readouterr().out.startswith("pair     runs/pairs/mine\nstate    stopped, 1 of 2 trials completed\n")

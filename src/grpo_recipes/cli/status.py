@@ -122,7 +122,11 @@ def _print_runs() -> None:
     for entry in sorted(entries, key=_find_write_time, reverse=True):
         if isinstance(entry, RunGroup):
             name = f"{entry.folder.parent.name}/{entry.folder.name}"
-            rows.append((name, group_state(entry, jobs)[0], " ".join(map(str, entry.record["jobs"]))))
+            try:
+                state = group_state(entry, jobs)[0]
+            except ConfigError as error:
+                state = _describe_damage(error)
+            rows.append((name, state, " ".join(map(str, entry.record["jobs"]))))
         else:
             rows.append((entry.folder.name, *_make_cells(entry, jobs)))
     if not rows:
@@ -139,7 +143,12 @@ def _make_cells(run: Run, jobs: dict[str, Job] | None) -> tuple[str, ...]:
         state, has_ended = describe_state(run, job)
         return state, run.job_id, *format_position(run.rows, has_ended)
     except ConfigError as error:
-        return f"damaged: {Path(error.problems[0].where).name}", "", "", "", ""
+        return _describe_damage(error), "", "", "", ""
+
+
+def _describe_damage(error: ConfigError) -> str:
+    """Return the state of a run with the damaged file that an error is about."""
+    return f"damaged: {Path(error.problems[0].where).name}"
 
 
 def group_lines(group: RunGroup, jobs: dict[str, Job] | None) -> list[str]:
