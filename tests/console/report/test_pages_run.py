@@ -305,6 +305,8 @@ def test_the_best_evaluation_is_named(tmp_path: Path) -> None:
     best = {"best_step": 1040, "best_eval_reward": 0.75, "evaluations_since_best": 2, "stopped_early": True}
     write_json(folder / "best.json", best)
     assert "evaluations; best 0.75 at step 1,040, stopped early" in page_of(folder).text
+    write_json(folder / "best.json", {"best_step": 1040, "best_eval_reward": 0.75})  # without early_stopping_patience
+    assert "evaluations; best 0.75 at step 1,040Steps" in page_of(folder).text
 
 
 def test_a_change_within_the_noise_is_called_little(tmp_path: Path) -> None:
