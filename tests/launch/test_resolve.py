@@ -17,6 +17,7 @@ from grpo_recipes.launch.resolve import (
     Options,
     choose_names,
     create_log_folders,
+    record_job,
     require_same_data_order,
     require_same_world_size,
     resolve_run,
@@ -28,7 +29,7 @@ from grpo_recipes.plan.devices import Resources
 from grpo_recipes.plan.plan import make_plan
 from grpo_recipes.plan.replicas import with_replicas
 from grpo_recipes.plan.types import Names
-from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe import Recipe, read_frozen
 from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 from grpo_recipes.runs.checkpoints import publish_checkpoint
@@ -281,17 +282,55 @@ def test_a_resumed_run_keeps_its_place_in_the_data(flags: tuple[str, ...], messa
     assert resumed(*harmless, "--per_device_train_batch_size", "64") == ""
 
 
-def test_a_requeued_task_of_an_array_finds_its_run(monkeypatch) -> None:
-    variables = {
-        "SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2", "SLURM_CLUSTER_NAME": "c",
-        "SLURM_RESTART_COUNT": "1",
-    }  # fmt: skip
-    resources = dataclasses.replace(CPU, job=read_slurm_job(variables))
+def requeued_job(**variables: str) -> Resources:
+    job = {"SLURM_JOB_ID": "9", "SLURM_CLUSTER_NAME": "c", "SLURM_RESTART_COUNT": "1", **variables}
+    return dataclasses.replace(CPU, job=read_slurm_job(job))
+
+
+def run_in_job(job: str, command: str, monkeypatch: pytest.MonkeyPatch, *flags: str) -> Run:
+    """Return a new run with its own name that a job started with a command."""
+    monkeypatch.setattr("sys.argv", ["grpo", *command.split()])
+    run = frozen("--run_name", f"run-{len(list(Path().glob('runs/*')))}", *flags)
+    record_job(run.folder, read_frozen(run.folder / "recipe.yaml"), job)
+    return run
+
+
+def test_a_requeued_task_of_an_array_finds_its_run() -> None:
+    resources = requeued_job(SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="2")
     run = frozen()
     assert resolve_run(Options(recipe=str(SMOKE)), resources)[0] is None
     Path("runs/.jobs").mkdir()
     Path("runs/.jobs/c-7_2").write_text(str(run.folder))
     assert resolve_run(Options(recipe=str(SMOKE)), resources)[0] == find_run(Path("runs"), "last")
+
+
+def test_a_requeued_job_with_resume_last_continues_its_own_run(monkeypatch) -> None:
+    run = run_in_job("c-9", "launch", monkeypatch)
+    newer = frozen("--run_name", "another")
+    assert resolve_run(Options(resume="last"), CPU)[0] == newer
+    assert resolve_run(Options(resume="last"), requeued_job())[0] == run
+
+
+def test_a_requeued_job_of_several_launches_continues_the_run_of_each(monkeypatch) -> None:
+    """A loop over a key in one batch script."""
+    runs = {rate: run_in_job("c-9", f"launch my.yaml --learning_rate {rate}", monkeypatch) for rate in ("1e-6", "2e-6")}
+    run_in_job("c-8", "launch my.yaml --learning_rate 3e-6", monkeypatch)
+    for rate in ("1e-6", "2e-6", "3e-6"):
+        monkeypatch.setattr("sys.argv", ["grpo", "launch", "my.yaml", "--learning_rate", rate])
+        run, _ = resolve_run(Options(recipe=str(SMOKE), flags=("--learning_rate", rate)), requeued_job())
+        assert run == runs.get(rate), "the third was not started before the requeue"
+
+
+@pytest.mark.parametrize("text", [None, "learning_rate: wrong\n", "run_root: [\n", "no_such_key: 1\n"])
+def test_a_requeued_job_continues_though_its_recipe_was_edited_or_removed(folder, monkeypatch, text) -> None:
+    run = run_in_job("c-9", "launch mine.yaml", monkeypatch)
+    if text is not None:
+        (folder / "mine.yaml").write_text(text)
+    options = Options(recipe="mine.yaml")
+    resolved, recipe = resolve_run(options, requeued_job())
+    assert resolved == run and recipe["learning_rate"] == run.recipe["learning_rate"]
+    with pytest.raises(ConfigError):
+        resolve_run(options, CPU)
 
 
 def test_logs_are_where_logdir_says_and_slurms_where_the_command_is_run(tmp_path, monkeypatch) -> None:

@@ -4,6 +4,7 @@ A run resumes from its newest checkpoint only with the same code, data order and
 check raises a ConfigError before anything starts.
 """
 
+import contextlib
 import os
 import secrets
 import time
@@ -24,7 +25,7 @@ from grpo_recipes.recipe import Recipe, merge_recipe, read_frozen
 from grpo_recipes.recipe.check import check, choose_recipe, resolve_recipe
 from grpo_recipes.recipe.document import Value, as_words, read_flags
 from grpo_recipes.recipe.generated import keys_of_data
-from grpo_recipes.recipe.keys import DEFAULT_RECIPE
+from grpo_recipes.recipe.keys import DEFAULT_RECIPE, run_root
 from grpo_recipes.recipe.rules import reports_to
 from grpo_recipes.recipe.sources import user_code
 from grpo_recipes.recipe.tasks import GRPO, requested_task, require_same_task
@@ -32,8 +33,8 @@ from grpo_recipes.recipe.trackers import remote_trackers
 from grpo_recipes.recipe.user_code import REWARD_COPIES, changed_copies, spec_problem, split_spec
 from grpo_recipes.runs import rundir
 from grpo_recipes.runs.checkpoints import find_newest_complete, parse_step, read_world_size, verify_run_files
-from grpo_recipes.runs.code_version import FROZEN_CODE
-from grpo_recipes.runs.rundir import Run, describe_code_change, find_run
+from grpo_recipes.runs.code_version import FROZEN_CODE, format_own_command
+from grpo_recipes.runs.rundir import JOB_FILE, Run, describe_code_change, find_run, load_json_mapping
 
 POINTERS = ".jobs"  # folder in run_root; its file ``<cluster>-<job>[_<task>]`` contains the run directory of the job
 
@@ -81,26 +82,15 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
     if options.resume is None and options.update_rewards:
         problem = "a new run always uses the current files"
         raise config_error("--update-rewards", problem, "remove --update-rewards, or add --resume")
-    if options.resume is None:
-        recipe = resolve_recipe(
+    run = _find_run_of_job(options, environment, resources)
+    if run is None and options.resume is None:
+        return None, resolve_recipe(
             options.recipe, options.task, options.flags, environment, resources.device, options.keys
         )
-        job = resources.job
-        if options.previous is not None:  # the job's newest run is the run of the recipe before
-            return None, recipe
-        if job is None or job.restarts == 0 or not (pointer := _run_root(recipe) / POINTERS / job.name).is_file():
-            return None, recipe
-        run = find_run(_run_root(recipe), pointer.read_text().strip())
-    elif options.resume == "last":
+    if run is None and options.resume == "last":
         # The flags change the run's own recipe and are checked with it. Only run_root is read from this recipe.
-        task = requested_task(environment, options.task).task or GRPO
-        path = choose_recipe(None, {DEFAULT_RECIPE: "1", **environment}, task, resources.device)
-        recipe, problems = merge_recipe(path, options.flags, environment, keys=options.keys)
-        if "run_root" in recipe.broken:
-            raise ConfigError(*problems)
-        run = find_run(_run_root(recipe), "last")
-    else:
-        run = find_run(Path(), options.resume)
+        run = find_run(_find_run_root(None, options, environment, resources.device), "last")
+    run = run or find_run(Path(), str(options.resume))
     rundir.wait_for_end(run)
     notes = []
     if not run.is_running():  # otherwise its files may change now, and ``lock_run`` rejects this launch
@@ -128,6 +118,44 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
     if run.plan:
         require_same_task(recipe, request, run.plan["task"])
     return run, replace(recipe, entry=run.plan.get("entry", request.entry))
+
+
+def _find_run_of_job(options: Options, environment: Mapping[str, str], resources: Resources) -> Run | None:
+    """Return the run that a requeued Slurm job continues, or None.
+
+    The user may have changed or removed the recipe since the job started, so only ``run_root`` is read from it. A
+    batch script may launch several runs: a run only continues if the same command started it. ``--resume last`` means
+    the same run as when the job started.
+    """
+    job, is_named = resources.job, options.resume not in (None, "last")
+    if job is None or job.restarts == 0 or is_named or options.previous is not None:
+        return None  # with ``previous``, the job's newest run is the run of the recipe before
+    root = run_root(environment)
+    with contextlib.suppress(ConfigError):
+        root = _find_run_root(options.recipe, options, environment, resources.device)
+    if not (pointer := root / POINTERS / job.name).is_file():
+        return None
+    newest = find_run(root, pointer.read_text().strip())
+    if options.resume == "last":
+        return newest
+    runs = [
+        run for run in rundir.list_runs(root) if (load_json_mapping(run.folder / JOB_FILE) or {}).get("job") == job.name
+    ]
+    command = format_own_command()
+    return next((run for run in (newest, *runs) if run.identity.get("command") == command), None)
+
+
+def _find_run_root(name: str | None, options: Options, environment: Mapping[str, str], device: str) -> Path:
+    """Return ``run_root`` of the recipe ``name``, by default of the default recipe, with the launch's flags.
+
+    Raise ConfigError if the recipe can't be read, or if its ``run_root`` is not valid.
+    """
+    task = requested_task(environment, options.task).task or GRPO
+    path = choose_recipe(name, {DEFAULT_RECIPE: "1", **environment}, task, device)
+    recipe, problems = merge_recipe(path, options.flags, environment, keys=options.keys)
+    if "run_root" in recipe.broken:
+        raise ConfigError(*problems)
+    return _run_root(recipe)
 
 
 def require_rows(run: Run, allow_missing: bool) -> list[str]:

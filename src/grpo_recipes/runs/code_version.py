@@ -1,20 +1,30 @@
-"""Read the identity of a run's code, which a resume compares with the identity of the current code.
+"""Read the identity of a run: its command, and the state of its code. A resume compares both with the current ones.
 
-The identity is the commit with the uncommitted changes and the package locks (``read_code_state``). A submitted run has
-a frozen copy of the code in its directory, and its identity is a hash of that copy (``hash_frozen_code``).
+The state is the commit with the uncommitted changes and the package locks (``read_code_state``). A submitted run has
+a frozen copy of the code in its directory, and its state is a hash of that copy (``hash_frozen_code``).
 """
 
 import contextlib
 import hashlib
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from grpo_recipes.errors import config_error, translate_errors
-from grpo_recipes.paths import find_code_root
+from grpo_recipes.paths import display_path, find_code_root
+from grpo_recipes.secrets import mask_secrets
 
 FROZEN_CODE = "code"  # folder with the code of a submitted run
 _GIT_SECONDS = 30.0
+
+
+def format_own_command() -> str:
+    """Return the command line of this process as the user types it, with masked secrets."""
+    scripts = (find_code_root() / part / Path(sys.argv[0]).name for part in ("", "src"))  # entry scripts
+    program = next((["python", display_path(script)] for script in scripts if script.is_file()), ["grpo"])
+    return mask_secrets(shlex.join([*program, *sys.argv[1:]]))
 
 
 def hash_frozen_code(folder: Path) -> str:

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import secrets
-import shlex
 import socket
 import sys
 import time
@@ -32,7 +31,7 @@ from grpo_recipes.process.tree import is_alive
 from grpo_recipes.process.waiting import wait_until
 from grpo_recipes.recipe.document import FAST_LOADER
 from grpo_recipes.recipe.keys import catalogue
-from grpo_recipes.runs.code_version import FROZEN_CODE, hash_frozen_code, read_code_state
+from grpo_recipes.runs.code_version import FROZEN_CODE, format_own_command, hash_frozen_code, read_code_state
 from grpo_recipes.runs.health import AVERAGED_STEPS, drop_missing, finite_number, mean, summarize_rewards
 from grpo_recipes.secrets import mask_secrets
 
@@ -182,9 +181,7 @@ def create_recorded_folder(folder: Path, failure: str, *inside: str) -> dict[str
         for name in inside:
             (folder / name).mkdir(mode=0o700)
         (folder / "code.patch").write_text(mask_secrets(code.pop("patch")))
-        scripts = (find_code_root() / part / Path(sys.argv[0]).name for part in ("", "src"))  # entry scripts
-        program = next((["python", display_path(script)] for script in scripts if script.is_file()), ["grpo"])
-        return {"command": mask_secrets(shlex.join([*program, *sys.argv[1:]])), "code": code}
+        return {"command": format_own_command(), "code": code}
     return None
 
 
