@@ -161,10 +161,21 @@ def test_leftovers_of_an_interrupted_save_are_removed(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-10"]
 
 
-def test_a_pruning_that_was_cut_short_leaves_nothing_that_is_listed(tmp_path):
-    first, second = published(tmp_path, 10, 20)
-    (first / MARKER).unlink()  # the first step of a removal
-    assert list_complete_checkpoints(tmp_path) == [second]
+def test_a_pruning_that_was_cut_short_is_finished_by_the_next(tmp_path, monkeypatch):
+    """A kill, or NFS, which keeps the files that a process reads."""
+
+    def fake_busy_file(*_: object, **__: object) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    published(tmp_path, 10, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.unlink", fake_busy_file)
+        prune_checkpoints(tmp_path, 1)
+    assert [path.name for path in list_complete_checkpoints(tmp_path)] == ["checkpoint-20"]
+    assert (tmp_path / "partial/checkpoint-10/model.safetensors").exists()
+    published(tmp_path, 30)
+    prune_checkpoints(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-30"]
 
 
 # --- folders that are not checkpoints of this project ------------------------------------------------------------

@@ -275,16 +275,20 @@ def prune_checkpoints(folder: Path, limit: int | None, best: Path | None = None)
     """Delete complete checkpoints except the ``limit`` newest, and delete ``partial/``, the rest of interrupted saves.
 
     A ``limit`` of None keeps all checkpoints. The checkpoint ``best`` counts for the limit, and is kept next to at
-    least one other.
+    least one other. A checkpoint that can't be deleted is no error: the next call tries again.
     """
-    shutil.rmtree(folder / "partial", ignore_errors=True)
+    partial = folder / "partial"
+    shutil.rmtree(partial, ignore_errors=True)
     if limit is None:
         return
     checkpoints = list_complete_checkpoints(folder)
     others = [path for path in checkpoints if path != best]
     for path in others[: -max(1, limit - (len(checkpoints) - len(others)))]:
-        (path / MARKER).unlink()  # from here on it is not listed, however far the removal comes
-        shutil.rmtree(path)
+        # From here on it is not listed, however far the removal comes. NFS keeps files that a process reads.
+        with suppress(OSError):
+            partial.mkdir(exist_ok=True)
+            path.rename(partial / path.name)
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager
