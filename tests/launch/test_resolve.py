@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -331,6 +332,19 @@ def test_a_requeued_job_continues_though_its_recipe_was_edited_or_removed(folder
     assert resolved == run and recipe["learning_rate"] == run.recipe["learning_rate"]
     with pytest.raises(ConfigError):
         resolve_run(options, CPU)
+
+
+def test_users_who_share_run_root_can_all_record_their_jobs(folder, read) -> None:
+    shared, recipe = folder / "shared", read(run_root=str(folder / "shared"))
+    shared.mkdir()
+    shared.chmod(0o1777)
+    record_job(folder, recipe, "c-7")
+    assert stat.S_IMODE((shared / ".jobs").stat().st_mode) == 0o1777
+    (shared / ".jobs/c-8").mkdir()  # cannot be written
+    with pytest.raises(
+        ConfigError, match=r"run_root: cannot write shared/.jobs/c-8 \(Is a directory\). Fix: set run_r"
+    ):
+        record_job(folder, recipe, "c-8")
 
 
 def test_logs_are_where_logdir_says_and_slurms_where_the_command_is_run(tmp_path, monkeypatch) -> None:

@@ -7,6 +7,7 @@ check raises a ConfigError before anything starts.
 import contextlib
 import os
 import secrets
+import stat
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -250,11 +251,16 @@ def create_log_folders() -> None:
 def record_job(folder: Path, recipe: Recipe, job: str) -> None:
     """Write two files that connect a Slurm job with its run directory ``folder``, in both directions.
 
-    ``job`` is ``<cluster>-<job>[_<task>]``. The run directory gets ``JOB_FILE``, and run_root gets a pointer file.
+    ``job`` is ``<cluster>-<job>[_<task>]``. The run directory gets ``JOB_FILE``, and run_root gets a pointer file. Its
+    folder has the permissions of run_root, which several users may share. Raise ConfigError if it can't be written.
     """
-    pointers = _run_root(recipe) / POINTERS
-    pointers.mkdir(parents=True, exist_ok=True)
-    (pointers / job).write_text(str(folder))
+    root, pointers = _run_root(recipe), _run_root(recipe) / POINTERS
+    problem, fix = f"cannot write {display_path(pointers / job)}", "set run_root to a folder that you can write to"
+    with translate_errors(OSError, lambda error: config_error("run_root", f"{problem} ({error.strerror})", fix)):
+        if not pointers.is_dir():
+            pointers.mkdir(parents=True, exist_ok=True)
+            pointers.chmod(stat.S_IMODE(root.stat().st_mode))
+        (pointers / job).write_text(str(folder))
     rundir.write_json(folder / rundir.JOB_FILE, {"job": job, "working_folder": os.getcwd()})
 
 
