@@ -273,6 +273,11 @@ def test_every_override_reaches_the_script(capsys) -> None:
     [
         ("gpus: 8\ncpus: 8\nmem: 256G\n", "8 cores for 8 GPUs, at least 16 are needed. Fix: set cpus: 64"),
         ("gpus: 4\ncpus: 16\nmem: 4G\n", "at least 32.0 GB are needed. Fix: set mem: 128G"),
+        (
+            "gpus: 8\nexclusive: true\ntime: '00:05:00'\n",
+            "time 00:05:00 is not longer than signal_lead (300 s): the run stops at once. Fix: set a longer time, or "
+            "signal_lead: 30",
+        ),
     ],
 )
 def test_a_profile_that_asks_for_too_little_is_refused(folder, capsys, site, message) -> None:

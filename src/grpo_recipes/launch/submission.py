@@ -184,13 +184,17 @@ def prepare_submission(
 def check_profile(profile: Profile) -> list[str]:
     """Check that a profile has enough cores and memory for its GPUs; return a note if it does not set them, else [].
 
-    Raise ConfigError if it has too few, or if Slurm cannot use the working folder: Slurm replaces %j and similar in the
-    paths of its logs.
+    Raise ConfigError if it has too few, if its time is not longer than its ``signal_lead``, or if Slurm cannot use the
+    working folder: Slurm replaces %j and similar in the paths of its logs.
     """
     file, problems = f"{profile.name}.yaml", []
     for problem, option in find_shortages(profile.gpus, profile.cpus or math.inf, parse_slurm_bytes(profile.mem)):
         fix = option.replace("--cpus-per-task=", "set cpus: ").replace("--mem=", "set mem: ")
         problems.append(Problem(file, problem, fix))
+    seconds = parse_walltime(profile.time) or 0
+    if seconds <= profile.signal_lead:
+        problem = f"time {profile.time} is not longer than signal_lead ({profile.signal_lead} s): the run stops at once"
+        problems.append(Problem(file, problem, f"set a longer time, or signal_lead: {max(30, seconds // 10)}"))
     if re.search(r"[%\\\n]", folder := os.getcwd()):
         problem = f"'{folder}' contains a character that Slurm replaces in the paths of its logs"
         problems.append(Problem("working folder", problem, "submit from a folder without % and \\"))
