@@ -41,6 +41,15 @@ def test_the_end_of_the_job_is_the_controllers_else_slurms_variable(
     assert read_job_end_time({"SLURM_JOB_ID": "7", **variables}) == expected
 
 
+def test_the_end_of_the_job_is_read_with_any_time_format_of_the_user(fake_scontrol, monkeypatch):
+    fake_scontrol(
+        '[ "$SLURM_TIME_FORMAT" = standard ] && echo "JobId=7 EndTime=2026-01-01T12:00:00 Deadline=N/A" && exit\n'
+        'echo "JobId=7 EndTime=Tomorr 12:00 Deadline=N/A"'
+    )
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    assert read_job_end_time({"SLURM_JOB_ID": "7"}) == datetime.datetime(2026, 1, 1, 12).timestamp()
+
+
 def test_outside_slurm_there_is_no_end():
     assert read_job_end_time({}) is None
 

@@ -6,6 +6,7 @@ that change a job report Slurm's own error message.
 
 import contextlib
 import datetime
+import os
 import re
 import shutil
 import signal
@@ -61,7 +62,8 @@ def _run_command(*argv: str, seconds: float = _COMMAND_SECONDS, harmless_error: 
         ),
         translate_errors(OSError, lambda error: _NotInstalled(f"does not run on this machine ({error.strerror})")),
     ):
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=seconds, check=False)
+        environment = {**os.environ, "SLURM_TIME_FORMAT": "standard"}  # users may have set another format
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
     if done.returncode and (harmless_error is None or harmless_error not in done.stderr):
         lines = [line.removeprefix(f"{argv[0]}: ").removeprefix("error: ").strip() for line in done.stderr.splitlines()]
         raise _Rejected("; ".join(filter(None, lines)).rstrip(".") or f"exit code {done.returncode}")
