@@ -508,6 +508,18 @@ def test_stop_now_tells_the_launcher_twice(folder, capsys) -> None:
     assert launcher.wait(30) in (0, -signal.SIGTERM)
 
 
+@pytest.mark.parametrize("state", ["TIMEOUT", "COMPLETED"])
+def test_stop_reaches_a_run_that_continues_outside_its_ended_job(folder, fake_slurm, capsys, state) -> None:
+    run = make_run(folder, status="stopped", job="slurm-77")
+    fake_slurm(state)
+    lock = lock_run(run)
+    assert "stop requested: the run saves" in run_command(capsys, "stop", "last")
+    assert stop_file(run.folder).exists() and read_json(run.folder / "summary.json")["status"] == "stopped"
+    (run.folder / "lock").write_text("elsewhere 1\n")
+    assert "the launcher runs on elsewhere" in run_command(capsys, "stop", "last", "--now", code=2)
+    os.close(lock)
+
+
 def test_stop_now_where_the_launcher_is_gone_and_its_guards_end_the_rest(folder, capsys) -> None:
     run = make_run(folder)
     lock = lock_run(run)  # a process guard holds the lock

@@ -357,6 +357,7 @@ def _stop_run(run: Run, now: bool) -> None:
     Raise ConfigError with ``now`` if the launcher runs on another machine without Slurm.
     """
     job = find_run_job(run)
+    job = job if job is not None and job.active else None  # after its job, a run may continue outside Slurm
     (run.folder / rundir.NO_REQUEUE).touch()
     if job is not None and (job.waits or run.summary.get("status") != "running"):
         cancel_job(job.id)  # no process runs that could save or read a stop request
