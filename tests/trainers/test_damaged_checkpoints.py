@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from grpo_recipes.runs import checkpoints
 from grpo_recipes.runs.checkpoints import compute_digest, find_damage, find_newest_complete, find_verified_checkpoint
 from grpo_recipes.runs.rundir import move_rows_after
-from grpo_recipes.trainers.checkpoints import collecting_digests
+from grpo_recipes.trainers.checkpoints import Checkpoints, choose_checkpoint, collecting_digests
 
 from .tiny_training import train
 
@@ -82,3 +83,20 @@ def test_digests_are_those_of_the_files_that_torch_wrote(tmp_path: Path) -> None
         for mapped in (False, path.name != "old.pt"):
             loaded = torch.load(path, mmap=mapped)
             assert all(torch.equal(loaded[name], value) for name, value in tensors.items())
+
+
+@pytest.mark.parametrize("answer", [True, Path("checkpoint-6"), None])
+def test_ranks_follow_rank_0_if_their_node_sees_other_checkpoints(tmp_path: Path, monkeypatch, answer) -> None:
+    """On a network file system, another node may see a new checkpoint later. Ranks must do the same nevertheless."""
+    seen = []
+    monkeypatch.setattr(
+        "grpo_recipes.trainers.checkpoints.broadcast_object_list", lambda own: seen.extend(own) or [answer]
+    )
+    if answer is not True:
+        assert choose_checkpoint(tmp_path) == answer and seen == [None]
+        return
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(output_dir=str(tmp_path)), state=SimpleNamespace(global_step=6), accelerator=None
+    )
+    Checkpoints(trainer).save(lambda: pytest.fail("this rank saves, and rank 0 does not"))
+    assert seen == [False]

@@ -20,7 +20,7 @@ from typing import IO, Any, BinaryIO, cast
 import numpy
 import torch
 import torch.distributed
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from transformers import StoppingCriteriaList
 from trl.trainer.utils import RepeatSampler
 
@@ -78,7 +78,9 @@ class Checkpoints:
         args, accelerator, step = self._trainer.args, self._trainer.accelerator, self._trainer.state.global_step
         folder = Path(args.output_dir)
         name = f"checkpoint-{step}"
-        if is_complete(folder / name):
+        # Another node may not see the checkpoint yet: network file systems cache folders.
+        (is_saved,) = broadcast_object_list([is_complete(folder / name)])
+        if is_saved:
             return
         staged = folder / "partial" / name
         if accelerator.is_main_process:
@@ -345,6 +347,16 @@ class Preemption:
             del model.generate
             if instance_method is not None:
                 model.generate = instance_method
+
+
+def choose_checkpoint(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint that rank 0 sees in ``folder``, or None. Called by every rank.
+
+    Ranks of other nodes may not see it yet: network file systems cache folders. They must not resume from another one.
+    """
+    checkpoint: Path | None
+    (checkpoint,) = broadcast_object_list([find_newest_complete(folder)])
+    return checkpoint
 
 
 def ended_by_callback(checkpoint: str | None) -> bool:

@@ -26,11 +26,14 @@ from grpo_recipes.recipe.sources import rollout_class, source_of
 from grpo_recipes.recipe.user_code import load_object
 from grpo_recipes.rewards.load import load_rewards
 from grpo_recipes.rollouts.source import Source
-from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.runs.trace import Trace
 from grpo_recipes.trainers import rank
-from grpo_recipes.trainers.checkpoints import any_rank_requests_stop, make_stop_before_first_step
+from grpo_recipes.trainers.checkpoints import (
+    any_rank_requests_stop,
+    choose_checkpoint,
+    make_stop_before_first_step,
+)
 from grpo_recipes.trainers.grpo import GRPOTrainer
 from grpo_recipes.trainers.metrics import append_json
 from grpo_recipes.trainers.model import load_lora_config, load_tokenizer, model_init_kwargs, save_model
@@ -94,7 +97,7 @@ def train(trainer_class: type[GRPOTrainer]) -> None:
             source=source,
         )
         rank.check_model(run, trainer.accelerator, trainer.model, args)
-        checkpoint = find_newest_complete(run / "checkpoints")
+        checkpoint = choose_checkpoint(run / "checkpoints")
         if trainer.accelerator.is_main_process:
             print(f"grpo: {prompts}; first prompt:\n{shorten(prompts.example)}")
             if held_out:

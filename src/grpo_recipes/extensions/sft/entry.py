@@ -6,9 +6,9 @@ from grpo_recipes.extensions.sft.trainer import SFTTrainer, make_config, make_ro
 from grpo_recipes.fetch.assets import find_fetched_datasets
 from grpo_recipes.process.reports import run_folder
 from grpo_recipes.recipe.configs import CONFIGS_OF_ROWS
-from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.stop_request import StopRequest
 from grpo_recipes.trainers import rank
+from grpo_recipes.trainers.checkpoints import choose_checkpoint
 from grpo_recipes.trainers.entry import exit_if_stopped, load_callbacks, start_rank
 from grpo_recipes.trainers.metrics import append_json
 from grpo_recipes.trainers.model import load_lora_config, load_tokenizer, model_init_kwargs, save_model
@@ -50,7 +50,7 @@ def train() -> None:
             counts = {"read": prompts.counts.read, "too_long": prompts.counts.too_long}
             append_json(run / "prompts.jsonl", {"step": 0, "said": [str(prompts)], **counts})
         exit_if_stopped(stop, run, args.device)
-        checkpoint = find_newest_complete(run / "checkpoints")
+        checkpoint = choose_checkpoint(run / "checkpoints")
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         trainer.rows.enter("end")
         with trainer.rows.span("save model"):
