@@ -13,7 +13,7 @@ import pytest
 
 from grpo_recipes.errors import EXIT_STOPPED, ConfigError
 from grpo_recipes.launch import attempt as attempts
-from grpo_recipes.launch.attempt import Attempt, create_log, end_without_run, finish_attempt, prepare_attempt
+from grpo_recipes.launch.attempt import Attempt, create_log, end_without_attempt, finish_attempt, prepare_attempt
 from grpo_recipes.launch.hooks import AllHooks, RunHooks
 from grpo_recipes.launch.processes import Ending
 from grpo_recipes.plan.devices import Resources
@@ -191,8 +191,19 @@ def test_when_scontrol_fails_the_run_is_stopped_and_says_how_to_go_on(attempt, r
 
 @pytest.mark.parametrize(("wants_requeue", "requeues"), [(True, True), (False, False)])
 def test_before_there_is_a_run_the_job_is_requeued_all_the_same(scontrol, wants_requeue, requeues):
-    assert end_without_run(Ending(75, "stopped on request"), wants_requeue, JOB) == 75
+    assert end_without_attempt(Ending(75, "stopped on request"), wants_requeue, JOB) == 75
     assert scontrol.exists() == requeues
+
+
+@pytest.mark.parametrize(("most", "done", "requeues"), [(0, 0, False), (3, 2, True), (None, 100, False)])
+def test_max_requeues_bounds_jobs_that_are_stopped_before_an_attempt(attempt, scontrol, capsys, most, done, requeues):
+    """Slurm's signal comes at once if the job's time is shorter than its lead."""
+    current = attempt() if most is None else attempt(max_requeues=most)
+    run, recipe = (None, None) if most is None else (current.run, current.recipe)
+    end_without_attempt(STOPPED, True, SlurmJob(7, "cluster", 1, None, restarts=done), run, recipe)
+    out = capsys.readouterr().out
+    assert scontrol.exists() == requeues != (f"not requeued: the job was requeued {done} times" in out)
+    assert ("no run directory yet" in out) == (most is None)
 
 
 def test_logs_of_one_second_have_names_of_their_own(tmp_path):

@@ -17,7 +17,7 @@ from grpo_recipes.launch.nodes import NodeWorkers
 from grpo_recipes.launch.processes import Ending
 from grpo_recipes.paths import display_path
 from grpo_recipes.runs.checkpoints import publish_checkpoint
-from grpo_recipes.runs.rundir import finish_summary, read_json
+from grpo_recipes.runs.rundir import NO_REQUEUE, finish_summary, read_json
 
 STOPPED = Ending(EXIT_STOPPED, "rank 0: stopped on request before a step")
 DIED = "the vLLM server died before it was ready"
@@ -73,6 +73,22 @@ def test_an_edit_of_the_recipe_that_a_launch_left_is_refused_or_noted(launched, 
     assert "recipe.yaml was edited since the last attempt; the run uses the edited keys" in capsys.readouterr().out
     launched("--resume", str(run))
     assert "recipe.yaml was" not in capsys.readouterr().out, "once"
+
+
+def test_a_stop_during_the_preparation_of_a_resume_is_for_this_attempt(launched, monkeypatch):
+    """A job that Slurm has started again may prepare its attempt for minutes."""
+    _, run = launched()
+    for name in ("stop", NO_REQUEUE):
+        (run / name).touch()
+    make_plan = launch_run.make_plan
+
+    def plan_after_stop(*arguments: object) -> object:
+        (run / NO_REQUEUE).touch()
+        return make_plan(*arguments)
+
+    monkeypatch.setattr(launch_run, "make_plan", plan_after_stop)
+    launched("--resume", str(run))
+    assert (run / NO_REQUEUE).exists() and not (run / "stop").exists()
 
 
 def test_a_completed_run_is_left_as_it_is_unless_something_is_to_be_done(launched, capsys):

@@ -29,6 +29,7 @@ from grpo_recipes.plan.types import Names, Plan
 from grpo_recipes.process.reports import plural, print_line, say
 from grpo_recipes.process.scratch import Scratch, make_scratch, remove_dead_scratch
 from grpo_recipes.recipe import Recipe
+from grpo_recipes.recipe.keys import catalogue
 from grpo_recipes.recipe.sources import user_code
 from grpo_recipes.recipe.user_code import copy_source
 from grpo_recipes.rewards.load import copy_reward_files
@@ -265,11 +266,10 @@ def decide_outcome(attempt: Attempt, ending: Ending, wants_requeue: bool, job: S
         idle_trained = summary.get("idle_trained", 0) + has_trained
     refusal = ""
     if job and wants_requeue and ending.code == EXIT_STOPPED:
-        max_requeues = attempt.recipe.run.max_requeues
         if (folder / NO_REQUEUE).exists():
             refusal = "grpo stop was called"
-        elif job.restarts >= max_requeues:
-            refusal = f"the job was requeued {job.restarts} times (max_requeues {max_requeues})"
+        elif limit := _describe_limit(job, attempt.recipe.run.max_requeues):
+            refusal = limit
         elif idle_trained >= _MAX_IDLE_TRAINED or idle_attempts >= _MAX_IDLE_ATTEMPTS:
             refusal = f"{idle_attempts} attempts in a row made no new step"
     else:
@@ -362,12 +362,24 @@ def _print_results(attempt: Attempt, benchmarks: Mapping[str, Any], is_over: boo
         say(f"over all steps: {shares}")
 
 
-def end_without_run(ending: Ending, wants_requeue: bool, job: SlurmJob | None) -> int:
-    """Print why a launch ended before it had a run directory, and return the exit code of ``ending``.
+def end_without_attempt(
+    ending: Ending, wants_requeue: bool, job: SlurmJob | None, run: Run | None = None, recipe: Recipe | None = None
+) -> int:
+    """Print why a launch ended before its attempt began, and return the exit code of ``ending``.
 
-    With ``wants_requeue``, also requeue ``job``, and print why if Slurm rejects that. Outside Slurm, ``job`` is None.
+    With ``wants_requeue``, also requeue ``job``, or print why not: ``max_requeues`` of ``recipe`` is reached, or Slurm
+    rejects it. Outside Slurm, ``job`` is None. Run and recipe are None while they are not known yet.
     """
-    say(f"{ending.cause}; there is no run directory yet")
-    if wants_requeue and job is not None and (refusal := requeue_job(job)):
-        say(f"not requeued: {refusal}")
+    state = f"the attempt at {display_path(run.folder)} had not begun" if run else "there is no run directory yet"
+    say(f"{ending.cause}; {state}")
+    if wants_requeue and job is not None:
+        max_requeues = recipe.run.max_requeues if recipe else catalogue()["max_requeues"]["default"]
+        if refusal := _describe_limit(job, max_requeues) or requeue_job(job):
+            say(f"not requeued: {refusal}")
     return ending.code
+
+
+def _describe_limit(job: SlurmJob, max_requeues: int) -> str:
+    """Return why a job that was requeued ``max_requeues`` times is not requeued again; "" if it may be."""
+    limit = f"the job was requeued {job.restarts} times (max_requeues {max_requeues})"
+    return limit if job.restarts >= max_requeues else ""

@@ -23,7 +23,7 @@ from grpo_recipes.fetch.built_in import create_smoke_task
 from grpo_recipes.launch import processes, resolve, stages
 from grpo_recipes.launch.attempt import (
     Attempt,
-    end_without_run,
+    end_without_attempt,
     finish_attempt,
     prepare_attempt,
     print_start,
@@ -59,6 +59,7 @@ from grpo_recipes.runs import rundir
 from grpo_recipes.runs.benchmark import write_benchmark
 from grpo_recipes.runs.checkpoints import find_verified_checkpoint
 from grpo_recipes.runs.progress import has_trained
+from grpo_recipes.runs.stop_request import read_request_times, remove_old_requests
 from grpo_recipes.runs.trace import LAUNCHER, Trace
 from grpo_recipes.secrets import mask_secrets
 from grpo_recipes.smoke import SMOKE_SCHEME
@@ -91,6 +92,8 @@ def _launch_one(options: resolve.Options, resources: Resources) -> tuple[int, ru
     """
     trace = Trace(LAUNCHER)
     trace.enter("check")
+    run: rundir.Run | None = None
+    recipe: Recipe | None = None
     meeting, channel = options.meeting, None
     if meeting is not None:
         resources = resources if resources.nodes else resources.on_nodes(meeting.nodes)
@@ -110,8 +113,9 @@ def _launch_one(options: resolve.Options, resources: Resources) -> tuple[int, ru
                 return 0, run
             attempt = _prepare_launch(run, recipe, options, resources, stop, workers, trace)
         except StoppedAtOnce as stopped:
-            workers.close(stopped.ending())
-            return end_without_run(stopped.ending(), stop.wants_requeue, resources.job), None
+            ending = stopped.ending()
+            workers.close(ending)
+            return end_without_attempt(ending, stop.wants_requeue, resources.job, run, recipe), None
         try:
             ending = supervise(attempt, stop)
         except CheckpointsDamaged:
@@ -134,6 +138,7 @@ def _prepare_launch(
     deferred from the moment when the run directory is created. Raise ConfigError if a check fails.
     """
     names = resolve.choose_names(recipe, run)
+    old_requests = read_request_times(run.folder) if run else {}  # later ones are for this attempt
     trace.enter("check nodes")
     resources = preflight_nodes(workers, resources, os.environ, names.run_dir.parent)
     trace.enter("plan")
@@ -159,8 +164,7 @@ def _prepare_launch(
     resolve.create_log_folders()
     if run is not None:
         lock = rundir.lock_run(run)
-        # These requests were for the previous attempt. Later requests are for this attempt.
-        rundir.remove_files(rundir.stop_file(run.folder), run.folder / rundir.NO_REQUEUE)
+        remove_old_requests(run.folder, old_requests)
         OUTPUT.start_log(run.folder)
         run = rundir.Run(run.folder)  # read again, because the previous launch may have written plan.json since
         require_checkpoint(run.folder / "checkpoints")

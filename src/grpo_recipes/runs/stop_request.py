@@ -10,14 +10,25 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_recipes.errors import EXIT_STOPPED
-from grpo_recipes.runs.rundir import stop_file
+from grpo_recipes.runs.rundir import NO_REQUEUE, remove_files, stop_file
 
 POLL_SECONDS = 0.1  # between two checks of the file, which may be on a network disk
+
+
+def read_request_times(run_dir: Path) -> dict[Path, int]:
+    """Return the files of `grpo stop` in a run directory, with the time of their last change in nanoseconds."""
+    files = (stop_file(run_dir), run_dir / NO_REQUEUE)
+    return {path: path.stat().st_mtime_ns for path in files if path.exists()}
+
+
+def remove_old_requests(run_dir: Path, old_times: Mapping[Path, int]) -> None:
+    """Remove requests to an earlier attempt: the files of `grpo stop` that have not changed since ``old_times``."""
+    remove_files(*(path for path, time_ns in read_request_times(run_dir).items() if old_times.get(path) == time_ns))
 
 
 class Stopped(BaseException):
