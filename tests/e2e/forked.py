@@ -52,6 +52,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 _GUARD, _SERVER = "grpo_recipes.launch.processes", "grpo_recipes.server.serve"
 _PROGRAMS = {"grpo_recipes.launch.accelerate", _SERVER}
 _SCRIPTS = {"grpo.py", "maxent-grpo.py", "sft.py"}
+# Entry scripts, and the launcher's module that they become (scripts/find_environment.py).
+_ENTRY_SCRIPTS = {
+    "run_offline_grpo.py": "grpo_recipes.extensions.offline.main",
+    "run_colocated_grpo.py": "grpo_recipes.extensions.colocated.main",
+}
 # What each kind of process imports of this project and of TRL.
 _LAUNCHER, _TRAINER = "launcher", "trainer"
 _IMPORTED = {
@@ -202,6 +207,14 @@ class _State:
         atexit.register = recorded  # type: ignore[assignment]
 
 
+def is_entry_script(argv: Sequence[str]) -> bool:
+    """Return whether a command line starts an entry script of this repository with this environment's Python."""
+    if len(argv) < 2 or argv[0] != sys.executable:
+        return False
+    script = Path(argv[1])
+    return script.name in _ENTRY_SCRIPTS and script.parent == REPOSITORY
+
+
 _Program = tuple[str, str, list[str]]  # ("-m", module, arguments) or ("script", path, arguments)
 
 
@@ -217,6 +230,8 @@ def _find_program(argv: Sequence[str], variables: Mapping[str, str], state: _Sta
         return ("script", words[0], words[1:])
     if words[0] != sys.executable:
         return None
+    if is_entry_script(words):
+        return ("-m", _ENTRY_SCRIPTS[Path(words[1]).name], words[2:])
     del words[0]
     while words and words[0] in _FLAGS:
         del words[0]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from forked import ForkedProcess, Template
+from forked import ForkedProcess, Template, is_entry_script
 
 from grpo_recipes import smoke
 from grpo_recipes.plan.commands import base_environment, hub_environment, server_environment
@@ -103,7 +103,7 @@ def start_launches(root: Path) -> Iterator[Callable[..., Launch]]:
 
     Its arguments are the words after `grpo launch`, by default with the smoke recipe. ``command`` replaces the whole
     command line, and keyword arguments are environment variables. With GRPO_FORK_RUNS, the launches are forked from a
-    template (forked.py), except those with ``by_exec`` or a ``command``.
+    template (forked.py), except those with ``by_exec`` or a ``command`` that is no entry script.
     """
     launches: list[Launch] = []
 
@@ -118,7 +118,8 @@ def start_launches(root: Path) -> Iterator[Callable[..., Launch]]:
         argv = command or [str(Path(sys.executable).with_name("grpo")), "launch", *recipe, *arguments]
         environment = clean_environment(working_folder, mark, **variables)
         with (working_folder / "output.txt").open("ab") as output:
-            if os.environ.get("GRPO_FORK_RUNS") and not command and not by_exec:
+            can_fork = not command or is_entry_script(command)
+            if os.environ.get("GRPO_FORK_RUNS") and can_fork and not by_exec:
                 process = template().start(argv, working_folder, environment, output)
             else:
                 process = subprocess.Popen(

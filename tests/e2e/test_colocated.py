@@ -76,7 +76,8 @@ def test_config_file_replaces_the_packaged_accelerate_file(launch: Callable[...,
 @pytest.mark.slow
 def test_the_smoke_recipe_learns_without_a_server(launch: Callable[..., Launch]) -> None:
     shown = "grpo launch recipes/smoke/grpo.yaml --vllm_mode colocate --num_processes 2"
-    run = launch(command=documented(shown, {"recipes/smoke/grpo.yaml": str(REPOSITORY / "recipes/smoke/grpo.yaml")}))
+    words = documented(shown, {"recipes/smoke/grpo.yaml": str(REPOSITORY / "recipes/smoke/grpo.yaml")})
+    run = launch(*words[2:])
 
     assert run.wait() == 0, run.output
 
@@ -91,8 +92,8 @@ def test_the_door_trains_the_smoke_recipe(launch: Callable[..., Launch]) -> None
     shown = "python run_colocated_grpo.py --gpus 2"
     python = sys.executable  # the door looks for the environment itself
     door = documented(shown, {"python": python, "run_colocated_grpo.py": str(REPOSITORY / "run_colocated_grpo.py")})
-    options = ("--log-level", "DEBUG", "--redirect-output", "training.log")
-    run = launch(command=[*door, *options], ENV_DIR=sys.prefix)
+    options = ("--log-level", "DEBUG", "--redirect-output", "training.log", "--max_steps", "6")
+    run = launch(command=[*door, *options], by_exec=True, ENV_DIR=sys.prefix)
     run.wait_for_step(1)
     rank = psutil.Process(run.pid_of("rank_1")).environ()
 
@@ -100,12 +101,11 @@ def test_the_door_trains_the_smoke_recipe(launch: Callable[..., Launch]) -> None
 
     assert rank["TORCH_DISTRIBUTED_DEBUG"] == "INFO"
     assert run.output == "grpo: the output goes to training.log\n"
-    summary, printed = run.summary(), (run.folder / "training.log").read_text()
-    assert summary["initial_reward"] <= 0.7 and summary["final_reward"] >= 0.85
-    assert "--num_processes 2 --log_level debug" in printed and "step 60/60" in printed
+    printed = (run.folder / "training.log").read_text()
+    assert "--num_processes 2 --log_level debug" in printed and "step 6/6" in printed
     (log,) = (run.folder / "logs").glob("*train*.log")
     assert "***** Running training *****" in log.read_text(errors="replace")  # a line that is not logged by default
-    assert_vllm_has_the_trainers_weights(run, 60)
+    assert_vllm_has_the_trainers_weights(run, 6)
     assert run.processes() == []
 
 

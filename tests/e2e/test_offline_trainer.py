@@ -29,14 +29,16 @@ def replace_places(words: list[str]) -> list[str]:
     return [PLACES.get(word, word) for word in words]
 
 
-def start_offline_trainer(launch: Callable[..., Launch], words: list[str], *flags: str, folder: str = ".") -> Launch:
+def start_offline_trainer(
+    launch: Callable[..., Launch], words: list[str], *flags: str, folder: str = ".", by_exec: bool = False
+) -> Launch:
     """Start the offline trainer with its server at a free port. ``Launch.run_dir`` is the run in ``runs``."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     return launch(
         command=[*replace_places(words), f"generation.base_url=http://127.0.0.1:{port}", *flags],
-        folder=folder, ENV_DIR=sys.prefix,
+        folder=folder, by_exec=by_exec, ENV_DIR=sys.prefix,
     )  # fmt: skip
 
 
@@ -50,7 +52,7 @@ def test_the_first_command_of_the_page_leaves_what_the_page_says(launch: Callabl
         "generation.max_new_tokens=8"
     )
     quick = ("data.problems_per_iteration=2", "checkpoint.keep_last_k=2")
-    run = start_offline_trainer(launch, documented(shown), *quick)
+    run = start_offline_trainer(launch, documented(shown), *quick, by_exec=True)
     assert run.wait() == 0, run.output
     (folder,) = (run.folder / "outputs").glob("????-??-??/??-??-??")
     results = metrics(folder)
@@ -108,7 +110,7 @@ def test_killed_and_started_again_it_ends_as_if_it_had_not_been(launch: Callable
     killed.wait_for_nothing_left()
     assert not (killed.run_dir / "model").exists() and (killed.folder / "runs/metrics/train_iter_003.json").exists()
 
-    continued = start_offline_trainer(launch, words, *flags, folder="killed")
+    continued = start_offline_trainer(launch, words, *flags, folder="killed", by_exec=True)  # with other string hashes
     assert continued.wait() == 0, continued.output
     assert continued.run_dir == killed.run_dir
     results = metrics(continued.folder / "runs")

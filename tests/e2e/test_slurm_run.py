@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -43,14 +42,12 @@ def submit_endless(
     slurm: SlurmCluster,
     tmp_path: Path,
     mark: str,
-    flags: tuple[str, ...] = (),
     sbatch: tuple[str, ...] = (),
-    words: Sequence[str] = ("sbatch", "training.sh"),
 ) -> tuple[int, Launch]:
     """A job that trains until it is stopped, after its second step."""
     environment = clean_environment(tmp_path, mark, ENV_DIR=sys.prefix)
-    endless = ("--max_steps", "100000", "--run_name", mark, *flags)
-    job = slurm.sbatch(*sbatch, *words[1:], *endless, cwd=REPOSITORY, env=environment)
+    endless = ("--max_steps", "100000", "--run_name", mark)
+    job = slurm.sbatch(*sbatch, "training.sh", *endless, cwd=REPOSITORY, env=environment)
     launch = Launch(None, tmp_path, REPOSITORY, mark)  # type: ignore[arg-type]
     slurm.wait(job, "RUNNING", timeout=60)
     wait_until(lambda: launch.has_run_dir() and len(launch.rows()) >= 2, timeout=120)
@@ -72,9 +69,57 @@ def test_scancel_ends_the_run_and_leaves_nothing(slurm: SlurmCluster, tmp_path: 
 
 
 @pytest.mark.slow
-def test_usr1_to_the_batch_script_saves_and_requeues(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_a_job_that_slurm_does_not_requeue_ends_with_75(slurm: SlurmCluster, tmp_path: Path) -> None:
+    job, launch = submit_endless(slurm, tmp_path, "slurm-no-requeue", sbatch=("--no-requeue",))
+
+    slurm.scancel(job, "--signal=USR1", "--batch")
+
+    record = slurm.wait(job, "FAILED", timeout=60)
+    assert record["ExitCode"] == "75:0"
+    assert launch.summary()["status"] == "stopped"
+    output = (REPOSITORY / "logs" / f"slurm_{job}.out").read_text()
+    assert "not requeued: scontrol requeue" in output
+
+
+# Training that uses little processor time until the time limit.
+SLOW_REWARD = """
+import time
+
+def slow(completions, **_):
+    time.sleep(3)
+    return [float(index) for index in range(len(completions))]
+"""
+
+
+@pytest.mark.slow
+def test_before_the_time_limit_the_launcher_stops_by_itself_and_the_job_is_requeued(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    environment = clean_environment(tmp_path, "slurm-limit", ENV_DIR=sys.prefix)
+    (tmp_path / "slow.py").write_text(SLOW_REWARD)
+    training = ("--max_steps", "100000", "--reward_funcs", f"{tmp_path}/slow.py:slow")
+    job = slurm.sbatch("--time=2", "--signal=B:USR1@0", "training.sh", *training, cwd=REPOSITORY, env=environment)
+    launch = Launch(None, tmp_path, REPOSITORY, "slurm-limit")  # type: ignore[arg-type]
+    slurm.wait(job, "RUNNING", timeout=60)
+
+    slurm.wait(job, "PENDING", timeout=150)
+
+    assert "the job's time limit comes in " in (REPOSITORY / "logs" / f"slurm_{job}.out").read_text()
+    assert launch.summary()["status"] == "requeued" and launch.rows()
+    slurm.scancel(job)
+
+
+@pytest.mark.slow
+def test_a_requeued_job_goes_on_in_its_run_directory(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """First the launcher requeues the job after USR1, then Slurm itself does, by ``scontrol requeue``."""
+    environment = clean_environment(tmp_path, "slurm-requeue", ENV_DIR=sys.prefix)
     shown = "sbatch --gres=gpu:8 --cpus-per-task=64 --mem=256G training.sh --learning_rate 2e-6"
-    job, launch = submit_endless(slurm, tmp_path, "slurm-usr1", words=documented(shown, FEWER, fake="the GPUs"))
+    words = documented(shown, FEWER, fake="the GPUs")
+    flags = ("--max_steps", "20", "--save_steps", "3", "--run_name", "requeued")
+    job = slurm.sbatch(*words[1:], *flags, cwd=REPOSITORY, env=environment)
+    launch = Launch(None, tmp_path, REPOSITORY, "slurm-requeue")  # type: ignore[arg-type]
+    slurm.wait(job, "RUNNING", timeout=60)
+    wait_until(lambda: launch.has_run_dir() and len(launch.rows()) >= 2, timeout=120)
 
     slurm.cli(*documented("scancel --signal=USR1 --batch JOBID", {"JOBID": str(job)}))
 
@@ -83,66 +128,18 @@ def test_usr1_to_the_batch_script_saves_and_requeues(slurm: SlurmCluster, tmp_pa
     summary = launch.summary()
     assert summary["status"] == "requeued" and summary["exit_code"] == 75 and summary["failed_rank"] is None
     assert (launch.run_dir / "checkpoints" / f"checkpoint-{summary['steps']}" / "COMPLETE").exists()
-    output = (REPOSITORY / "logs" / f"slurm_{job}.out").read_text()
-    assert f"job {job} is requeued and continues in the same run directory" in output
-    slurm.scancel(job)
+    output = REPOSITORY / "logs" / f"slurm_{job}.out"
+    assert f"job {job} is requeued and continues in the same run directory" in output.read_text()
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "sbatch", "message"),
-    [
-        (("--max_requeues", "0"), (), "not requeued: the job was requeued 0 times (max_requeues 0)"),
-        ((), ("--no-requeue",), "not requeued: scontrol requeue"),
-    ],
-    ids=["max-requeues", "slurm-refuses"],
-)
-def test_a_job_that_may_not_be_requeued_ends_with_75(
-    slurm: SlurmCluster, tmp_path: Path, flags: tuple[str, ...], sbatch: tuple[str, ...], message: str
-) -> None:
-    job, launch = submit_endless(slurm, tmp_path, "slurm-no-requeue", flags, sbatch)
-
-    slurm.scancel(job, "--signal=USR1", "--batch")
-
-    record = slurm.wait(job, "FAILED", timeout=60)
-    assert record["ExitCode"] == "75:0"
-    assert launch.summary()["status"] == "stopped"
-    assert message in (REPOSITORY / "logs" / f"slurm_{job}.out").read_text()
-
-
-@pytest.mark.slow
-def test_before_the_time_limit_the_launcher_stops_by_itself_and_the_job_is_requeued(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
-    environment = clean_environment(tmp_path, "slurm-limit", ENV_DIR=sys.prefix)
-    flags = ("--time=2", "--signal=B:USR1@0", "training.sh", "--max_steps", "100000")
-    job = slurm.sbatch(*flags, cwd=REPOSITORY, env=environment)
-    launch = Launch(None, tmp_path, REPOSITORY, "slurm-limit")  # type: ignore[arg-type]
-    slurm.wait(job, "RUNNING", timeout=60)
-
-    slurm.wait(job, "PENDING", timeout=150)
-
-    assert "the job's time limit comes in " in (REPOSITORY / "logs" / f"slurm_{job}.out").read_text()
-    assert launch.summary()["status"] == "requeued"
-    slurm.scancel(job)
-
-
-@pytest.mark.slow
-def test_a_requeued_job_goes_on_in_its_run_directory(slurm: SlurmCluster, tmp_path: Path) -> None:
-    environment = clean_environment(tmp_path, "slurm-requeue", ENV_DIR=sys.prefix)
-    flags = ("--max_steps", "20", "--save_steps", "3", "--run_name", "requeued")
-    job = slurm.sbatch("training.sh", *flags, cwd=REPOSITORY, env=environment)
-    launch = Launch(None, tmp_path, REPOSITORY, "slurm-requeue")  # type: ignore[arg-type]
-    slurm.wait(job, "RUNNING", timeout=60)
-    wait_until(lambda: launch.has_run_dir() and len(launch.rows()) >= 8, timeout=120)
-
+    slurm.start_requeued(job)
+    wait_until(lambda: len(launch.rows()) >= summary["steps"] + 5, timeout=120)
     slurm.cli("scontrol", "requeue", str(job))
     slurm.start_requeued(job)
     slurm.wait(job, "COMPLETED", timeout=200)
 
-    assert launch.summary()["status"] == "completed" and launch.summary()["restarts"] == 1  # in the only run directory
+    assert launch.summary()["status"] == "completed" and launch.summary()["restarts"] == 2  # in the only run directory
     assert [row["step"] for row in launch.rows()] == list(range(1, 21))
-    assert "resuming from checkpoint-" in (REPOSITORY / "logs" / f"slurm_{job}.out").read_text()
+    assert "resuming from checkpoint-" in output.read_text()
 
 
 def test_a_job_never_installs(slurm: SlurmCluster, tmp_path: Path) -> None:
