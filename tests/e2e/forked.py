@@ -50,6 +50,8 @@ from typing import Any, NoReturn
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Modules, and scripts by their file name, that are started by fork.
 _GUARD, _SERVER = "grpo_recipes.launch.processes", "grpo_recipes.server.serve"
+_GRPO = "grpo_recipes"  # the module that is grpo
+_GRPO_PROGRAM = str(Path(sys.executable).with_name("grpo"))
 _PROGRAMS = {"grpo_recipes.launch.accelerate", _SERVER}
 _SCRIPTS = {"grpo.py", "maxent-grpo.py", "sft.py"}
 # Entry scripts, and the launcher's module that they become (scripts/find_environment.py).
@@ -207,8 +209,14 @@ class _State:
         atexit.register = recorded  # type: ignore[assignment]
 
 
-def is_entry_script(argv: Sequence[str]) -> bool:
-    """Return whether a command line starts an entry script of this repository with this environment's Python."""
+def starts_runs(argv: Sequence[str]) -> bool:
+    """Return whether a command line starts grpo launch, grpo sweep or an entry script in this environment."""
+    if argv[0] == _GRPO_PROGRAM:
+        return argv[1] in ("launch", "sweep")
+    return _is_entry_script(argv)
+
+
+def _is_entry_script(argv: Sequence[str]) -> bool:
     if len(argv) < 2 or argv[0] != sys.executable:
         return False
     script = Path(argv[1])
@@ -225,17 +233,16 @@ def _find_program(argv: Sequence[str], variables: Mapping[str, str], state: _Sta
         return f"{name} ".startswith(_READ_ON_IMPORT)
 
     words = [os.fspath(word) for word in argv]
-    folder = Path(sys.executable).parent
-    if words[0] == str(folder / "grpo"):
+    if words[0] == _GRPO_PROGRAM:
         return ("script", words[0], words[1:])
     if words[0] != sys.executable:
         return None
-    if is_entry_script(words):
+    if _is_entry_script(words):
         return ("-m", _ENTRY_SCRIPTS[Path(words[1]).name], words[2:])
     del words[0]
     while words and words[0] in _FLAGS:
         del words[0]
-    if words[:2] == ["-m", _GUARD]:
+    if words[:2] in (["-m", _GUARD], ["-m", _GRPO]):
         return ("-m", words[1], words[2:])
     for name in {*variables, *state.variables}:
         if read_on_import(name) and variables.get(name) != state.variables.get(name):
@@ -354,7 +361,8 @@ def _forget_parent(program: _Program, argv: list[str], variables: dict[str, str]
     process_kind = _find_kind(target)
     if process_kind != _TRAINER or hidden_packages == [_HIDDEN]:
         sys.modules.update(state.copies[process_kind])
-        sys.modules.pop(target, None)  # it runs as __main__
+        if target != _GRPO:  # a package, whose module __main__ runs
+            sys.modules.pop(target, None)
     else:  # with vLLM in the trainer, TRL is imported differently
         sys.modules["torch"].serialization._package_registry[:] = state.torch_packages
     is_safe = "-P" in argv[1:5] or variables.get("PYTHONSAFEPATH")

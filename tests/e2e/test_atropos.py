@@ -18,7 +18,7 @@ from statistics import fmean
 import psutil
 import pytest
 from documented import documented
-from real_runs import REPOSITORY, Launch, clean_environment
+from real_runs import LEARNS, REPOSITORY, Launch, clean_environment
 from runs.test_benchmark import need_right_arithmetic, parsed
 from slurm_cluster import SlurmCluster
 from test_knobs import free_port
@@ -50,7 +50,7 @@ BRIDGES = {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("flags", BRIDGES.values(), ids=BRIDGES)
 def test_the_smoke_recipe_learns_from_an_environment(launch: Callable[..., Launch], flags: tuple[str, ...]) -> None:
-    command = ["bash", str(REPOSITORY / "training.sh"), *flags]
+    command = ["bash", str(REPOSITORY / "training.sh"), *flags, *LEARNS]
     run = launch(command=command, CONFIG=RECIPE, ENV_DIR=sys.prefix)
     assert run.wait(900) == 0, run.output
     summary = run.summary()
@@ -234,14 +234,14 @@ def test_an_environment_that_sends_nothing_ends_the_run_at_the_deadline(launch: 
 @pytest.mark.timeout(1200)
 def test_a_job_that_slurm_preempts_goes_on_and_learns(slurm: SlurmCluster, tmp_path: Path) -> None:
     environment = clean_environment(tmp_path, "atropos-slurm", ENV_DIR=sys.prefix, CONFIG=RECIPE)
-    job = slurm.sbatch("training.sh", cwd=REPOSITORY, env=environment)
+    job = slurm.sbatch("training.sh", *LEARNS, cwd=REPOSITORY, env=environment)
     run = Launch(None, tmp_path, REPOSITORY, "atropos-slurm")  # type: ignore[arg-type]
     wait_until(lambda: run.has_run_dir() and len(run.rows()) >= 10, "tenth step")
     slurm.scancel(job, "--signal=USR1", "--batch")
     slurm.start_requeued(job, timeout=60)
     slurm.wait(job, "COMPLETED", timeout=600)
     summary = run.summary()
-    assert summary["restarts"] == 1 and len(run.rows()) == 60
+    assert summary["restarts"] == 1 and len(run.rows()) == 30
     assert summary["initial_reward"] <= 0.7 and summary["final_reward"] >= 0.85
     took_each_step_from_groups(run)
 

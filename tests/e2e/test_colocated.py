@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from documented import documented
-from real_runs import REPOSITORY, Launch, override, same_rows, weights_hash
+from real_runs import LEARNS, REPOSITORY, Launch, override, same_rows, weights_hash
 from slurm_cluster import SlurmCluster
 from test_distributed import assert_final_model_differs_from_the_first
 from test_exact_ranks import copy_until
@@ -77,13 +77,13 @@ def test_config_file_replaces_the_packaged_accelerate_file(launch: Callable[...,
 def test_the_smoke_recipe_learns_without_a_server(launch: Callable[..., Launch]) -> None:
     shown = "grpo launch recipes/smoke/grpo.yaml --vllm_mode colocate --num_processes 2"
     words = documented(shown, {"recipes/smoke/grpo.yaml": str(REPOSITORY / "recipes/smoke/grpo.yaml")})
-    run = launch(*words[2:])
+    run = launch(*words[2:], *LEARNS)
 
     assert run.wait() == 0, run.output
 
     summary = run.summary()
     assert summary["initial_reward"] <= 0.7 and summary["final_reward"] >= 0.85
-    assert_vllm_has_the_trainers_weights(run, 60)
+    assert_vllm_has_the_trainers_weights(run, 30)
     assert run.processes() == []
 
 

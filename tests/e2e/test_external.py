@@ -16,7 +16,7 @@ import bridge_cells
 import pytest
 import requests
 from documented import documented
-from real_runs import REPOSITORY, Launch, clean_environment, smoke_model
+from real_runs import LEARNS, REPOSITORY, Launch, clean_environment, smoke_model
 
 from grpo_recipes.process.tree import descendants, die_with_parent, end_all
 
@@ -44,6 +44,7 @@ def start(folder: Path, port: int, development: bool = True) -> subprocess.Popen
     """Start a plain vLLM as a user does, and wait until it answers."""
     words = [*(word for word in server_words(port) if development or word != MODE), *ON_CPU]
     environment = clean_environment(folder, f"external-{port}", VLLM_CPU_KVCACHE_SPACE="1", TORCHDYNAMO_DISABLE="1")
+    environment["OMP_NUM_THREADS"] = "1"  # threads that wait for each other in loops take most of the processors
     environment.pop("GRPO_RUN", None)
     with (folder / "server.log").open("wb") as log:
         ends_with_us = partial(die_with_parent, os.getpid(), signal.SIGKILL)
@@ -97,11 +98,11 @@ def test_the_smoke_recipe_learns_through_an_external_server(launch: Callable[...
     )
     words = documented(shown, places(port))[2:]
     assert words == flags(port)
-    run = launch(*words)
+    run = launch(*words, *LEARNS)
     assert run.wait(600) == 0, run.output
     assert run.summary()["final_reward"] >= 0.85
     differences = [row["sampling/sampling_logp_difference/mean"] for row in run.rows()]
-    assert len(differences) == 60 and max(differences) < 1e-4
+    assert len(differences) == 30 and max(differences) < 1e-4
     assert requests.get(f"http://127.0.0.1:{port}/v1/models", timeout=5).ok  # it is not ours to end
 
 

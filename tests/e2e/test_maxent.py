@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from documented import documented
-from real_runs import REPOSITORY, Launch
+from real_runs import LEARNS, REPOSITORY, Launch
 
 METRICS = {
     f"maxent/{name}"
@@ -22,7 +22,7 @@ METRICS = {
 @pytest.mark.slow
 def test_one_variable_trains_the_smoke_task_by_maxent(launch: Callable[..., Launch]) -> None:
     words = documented("MAXENT=1 bash training.sh", {"training.sh": str(REPOSITORY / "training.sh")})
-    run = launch(command=words, ENV_DIR=sys.prefix)
+    run = launch(command=[*words, *LEARNS], ENV_DIR=sys.prefix)
     run.wait_for_step(1)
     assert any("maxent-grpo.py" in " ".join(process.cmdline()) for process in run.processes())
 
@@ -32,12 +32,12 @@ def test_one_variable_trains_the_smoke_task_by_maxent(launch: Callable[..., Laun
     plan = json.loads((run.run_dir / "plan.json").read_text())
     assert plan["task"] == "maxent" and plan["recipe"].endswith("recipes/smoke/maxent.yaml")
     assert plan["entry"] == "src/maxent-grpo.py"
-    assert summary["status"] == "completed" and summary["steps"] == len(rows) == 60
+    assert summary["status"] == "completed" and summary["steps"] == len(rows) == 30
     assert summary["initial_reward"] <= 0.7
     assert summary["final_reward"] >= 0.85
     assert all(row.keys() >= {"maxent/tau", "maxent/beta", "maxent/incorrect_mass"} for row in rows)
     of_groups = [row for row in rows if row.keys() >= METRICS]  # a step may have no group with right and wrong
-    assert len(of_groups) > 30
+    assert len(of_groups) > 20
     assert all(0 <= row["maxent/weight_entropy_min"] <= row["maxent/weight_entropy"] for row in of_groups)
 
 

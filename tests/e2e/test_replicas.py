@@ -13,7 +13,7 @@ import psutil
 import pytest
 import requests
 from one_by_one import Bench
-from real_runs import Launch, same_rows, weights_hash
+from real_runs import LEARNS, Launch, same_rows, weights_hash
 from test_server_restarts import HUNG, SHORT, Places
 
 from grpo_recipes.runs.rundir import read_metrics
@@ -36,7 +36,7 @@ def engines_of(run: Launch) -> dict[str, psutil.Process]:
 def test_a_killed_replica_and_a_stop_change_nothing(launch: Callable[..., Launch]) -> None:
     """The smoke recipe, once with a replica killed and a stop and once without: both learn, to the same bits."""
     places = Places()
-    run = launch(*REPLICAS, *places.keys)
+    run = launch(*REPLICAS, *LEARNS, *places.keys)
     run.wait_for_step(2)
     places.note(run)
     engines = engines_of(run)
@@ -56,13 +56,13 @@ def test_a_killed_replica_and_a_stop_change_nothing(launch: Callable[..., Launch
     assert (summary["status"], summary["restarts"]) == ("completed", 1)
     assert summary["final_reward"] >= 0.85
     differences = [row["sampling/sampling_logp_difference/mean"] for row in run.rows()]
-    assert len(differences) == 60 and max(differences) < 1e-4
+    assert len(differences) == 30 and max(differences) < 1e-4
 
-    expected = launch(*REPLICAS, folder="uninterrupted")
+    expected = launch(*REPLICAS, *LEARNS, folder="uninterrupted")
     assert expected.wait(600) == 0, expected.output
     assert same_rows(run, expected) and weights_hash(run) == weights_hash(expected)
     loads = Counter(re.findall(r"^\(Worker pid=(\d+)\) .*grpo: weights loaded", expected.log("server"), re.MULTILINE))
-    assert [*loads.values()] == [60, 60]
+    assert [*loads.values()] == [30, 30]
 
 
 @pytest.mark.slow
