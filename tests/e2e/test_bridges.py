@@ -43,7 +43,7 @@ def test_the_smoke_recipe_learns_in_one_copy_of_the_weights(launch: Callable[...
 
 @pytest.mark.slow
 def test_an_adapter_learns_alone(launch: Callable[..., Launch]) -> None:
-    places = {"recipes/smoke/grpo.yaml": str(REPOSITORY / "recipes/smoke/grpo.yaml"), "120": "60"}
+    places = {"recipes/smoke/grpo.yaml": str(REPOSITORY / "recipes/smoke/grpo.yaml"), "120": "80"}
     shown = "grpo launch recipes/smoke/grpo.yaml --use_peft --weight_sync lora --learning_rate 2e-3 --max_steps 120"
     run = launch(*documented(shown, places)[2:])
     learned(run)
@@ -55,10 +55,10 @@ def test_an_adapter_learns_alone(launch: Callable[..., Launch]) -> None:
 def test_a_new_server_for_each_model_learns(launch: Callable[..., Launch]) -> None:
     recipe = {"recipes/smoke/grpo.yaml": str(REPOSITORY / "recipes/smoke/grpo.yaml")}
     shown = "grpo launch recipes/smoke/grpo.yaml --weight_sync restart --num_iterations 6"
-    run = launch(*documented(shown, recipe)[2:], *LEARNS)
+    run = launch(*documented(shown, recipe)[2:])
     learned(run)
     state = json.loads((run.run_dir / "processes/server_state.json").read_text())
-    assert state["epoch"] == 5  # a server for each six steps; the first server starts with the first weights
+    assert state["epoch"] == 10  # a server for each six steps; the first server starts with the first weights
     assert run.summary().get("server_restarts", 0) == 0
 
 
@@ -71,7 +71,7 @@ def learned(run: Launch) -> None:
     assert run.summary()["final_reward"] >= 0.85
     name = "sampling/sampling_logp_difference/mean"
     differences = [row[name] for row in run.rows() if name in row]
-    assert len(differences) >= 5 and max(differences) < 1e-4
+    assert len(differences) >= 10 and max(differences) < 1e-4
     assert run.processes() == []
 
 
