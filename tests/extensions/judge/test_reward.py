@@ -85,6 +85,20 @@ def test_a_wrong_key_leaves_completions_unscored_without_its_value(
     assert "wrong-secret" not in str(unscored.reason)
 
 
+@pytest.mark.parametrize(("mode", "text"), [("absolute", "<think>The answer has 5 parts"), ("pairwise", "Better: A")])
+def test_a_reply_that_was_cut_off_has_no_grade(
+    judge: FakeJudge, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, text: str
+) -> None:
+    choice = {"index": 0, "finish_reason": "length", "message": {"role": "assistant", "content": text}}
+    reply = {"id": "1", "object": "chat.completion", "created": 1, "model": "judge", "choices": [choice]}
+    monkeypatch.setattr(judge, "answer", lambda *_: (200, reply))
+    prompt = PAIRWISE if mode == "pairwise" else PROMPT
+    (unscored,) = score(judge, ["2"], ["2"], judge_mode=mode, judge_prompt=prompt, judge_cache=str(tmp_path))
+    assert unscored.value is None, unscored
+    assert str(unscored.reason).endswith("reply was cut off at judge_max_tokens 16; raise judge_max_tokens")
+    assert not list(tmp_path.rglob("*.json"))
+
+
 def test_equal_requests_are_answered_from_the_cache(judge: FakeJudge, tmp_path: Path) -> None:
     cache = str(tmp_path / "replies")
     assert [graded.value for graded in score(judge, ["2", "3"], ["2", "2"], judge_cache=cache)] == [1.0, 0.0]
@@ -115,6 +129,8 @@ def test_a_comparison_is_made_in_both_orders(judge: FakeJudge, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("reply", "grade"),
     [("Grade: 7", 0.7), ("**Grade:** 7.5/10", 0.75), ("First a 3. Grade: 10", 1.0), ("8", 0.8),
+     ("Grade (0-10): 8", 0.8), ("**Grade** (of 10) = **7**", 0.7), ("Grade: (6)", 0.6), ('{"grade": 5}', 0.5),
+     ("Grade: .5", 0.05), ("Grade:\n[[4]]", 0.4), ("Grade 3", 0.3), ("Grade: 9\nThe grade, 1 above 8, fits.", 0.9),
      ("<think>Grade: 1</think>Grade: 2", 0.2), ("about 3 of 10", None), ("Grade: 11", None), ("-1", None), ("", None)],
 )  # fmt: skip
 def test_grades_are_read_from_the_end_of_a_reply(reply: str, grade: float | None) -> None:
@@ -126,10 +142,13 @@ def test_grades_are_read_from_the_end_of_a_reply(reply: str, grade: float | None
 
 
 def test_preferences_are_read_from_the_end_of_a_reply() -> None:
-    replies = ["Better: A", "Better: B at first. **Better: b**", "better: equal"]
-    assert list(map(read_preference, replies)) == [1.0, 0.0, 0.5]
-    with pytest.raises(ValueError, match="no preference"):
-        read_preference("A is nice")
+    replies = ["Better: A", "Better: B at first. **Better: b**", "better: equal", '{"better": "A"}']
+    assert list(map(read_preference, replies)) == [1.0, 0.0, 0.5, 1.0]
+    replies = ["Better: B\n\nB is better. A lacks a step.", "Better (A or B): B", "**Better:** B"]
+    assert list(map(read_preference, replies)) == [0.0] * 3
+    for reply in ("A is nice", "B is better. A lacks a step."):
+        with pytest.raises(ValueError, match="no preference"):
+            read_preference(reply)
 
 
 def test_placeholders_inside_a_completion_are_not_replaced() -> None:

@@ -40,6 +40,9 @@ Answer B:
 {second}
 
 End your reply with one of these lines: Better: A, Better: B, Better: equal"""
+# After a label: ``: ``, ``:** ``, ``" = "``, `` (0-10): ``. Without a colon, "better. A" may be prose.
+_COLON = r"""[\s*_"'`]*(?:\([^)]*\)[\s*_"'`]*)?[:=][\s*_"'`(\[]*"""
+_NUMBER = r"-?(?:\d+(?:\.\d+)?|\.\d+)"
 
 
 class Settings(TypedDict):
@@ -66,7 +69,7 @@ async def llm_judge(
     ``completions`` and ``prompts`` contain a single chat or text, ``answer`` a single reference answer. It is None if
     the judge does not read it. With ``judge_mode: pairwise``, the grade is the fraction of comparisons with the
     reference answer that the completion wins, in both orders, where "equal" counts 0.5. Raise ValueError if a reply
-    contains no grade, and the client's error if the server gives no reply.
+    contains no grade or was cut off, and the client's error if the server gives no reply.
     """
     question, completion = _last_text(prompts[0]), _last_text(completions[0])
     reference = str(answer[0]) if answer else ""
@@ -96,9 +99,9 @@ def read_grade(reply: str, low: float, high: float) -> float:
     Raise ValueError if there is no grade, or if it is outside of the scale.
     """
     final = reply.rpartition("</think>")[2]
-    numbers = re.findall(r"grade\W*?(-?\d+(?:\.\d+)?)", final, re.IGNORECASE)
+    numbers = re.findall(f"grade{_COLON}({_NUMBER})", final, re.IGNORECASE)
     if not numbers:
-        numbers = re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?", final)
+        numbers = re.findall(rf"(?<![\w.]){_NUMBER}", final)
         if len(numbers) != 1:
             raise ValueError(f"no grade in the judge's reply {_shorten(reply)}")
     grade = float(numbers[-1])
@@ -113,7 +116,7 @@ def read_preference(reply: str) -> float:
     The last "Better:" of the reply counts, after any ``</think>``. Raise ValueError if there is none.
     """
     final = reply.rpartition("</think>")[2]
-    names = re.findall(r"better\W*(A|B|equal)\b", final, re.IGNORECASE)
+    names = re.findall(rf"better{_COLON}(A|B|equal)\b", final, re.IGNORECASE)
     if not names:
         raise ValueError(f"no preference in the judge's reply {_shorten(reply)}")
     preferences = {"a": 1.0, "b": 0.0, "equal": 0.5}
@@ -123,7 +126,8 @@ def read_preference(reply: str) -> float:
 async def _request_reply(text: str, settings: Settings) -> str:
     """Return the judge's reply to a message, from the cache folder if it has this request, else from the server.
 
-    A new reply is stored in the cache folder. Raise the client's error if the server gives no reply.
+    A new reply is stored in the cache folder. Raise the client's error if the server gives no reply, and ValueError if
+    the reply was cut off.
     """
     messages = [{"role": "user", "content": text}]
     request: dict[str, Any] = {
@@ -141,8 +145,12 @@ async def _request_reply(text: str, settings: Settings) -> str:
         settings["judge_retries"],
         settings["reward_timeout"],
     )
-    response = await client.chat.completions.create(**request)
-    reply = response.choices[0].message.content or ""
+    choice = (await client.chat.completions.create(**request)).choices[0]
+    if choice.finish_reason == "length":  # its last number may lack digits, or come from the reasoning
+        raise ValueError(
+            f"the judge's reply was cut off at judge_max_tokens {settings['judge_max_tokens']}; raise judge_max_tokens"
+        )
+    reply = choice.message.content or ""
     if cached:
         cached.parent.mkdir(parents=True, exist_ok=True)
         new = cached.with_suffix(f".{os.getpid()}.{id(request)}")
