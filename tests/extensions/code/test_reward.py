@@ -90,7 +90,8 @@ def test_all_needs_every_test() -> None:
 @pytest.mark.parametrize(
     "tests",
     [SQUARES, {"fn_name": "f", "inputs": ["[1]\n2", "[]\n3"], "outputs": ["3", "[4, 5]"]},
-     [{"input": [1, 2], "output": ["3", "4"]}]],
+     [{"input": [1, 2], "output": ["3", "4"]}],
+     {"inputs": ['[1,2]\n{"a":3.0}\n\n', "[2,1]\n{}"], "outputs": ["6", "3"], "fn_name": "f"}],
 )  # fmt: skip
 def test_the_programs_of_check_rewards_pass_and_fail(pool: RewardPool, tests: Any) -> None:
     right, wrong = list_programs({"answer": json.dumps(tests)}) or ([], [])

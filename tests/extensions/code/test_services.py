@@ -18,6 +18,7 @@ from grpo_recipes.rewards.pool import RewardPool
 from grpo_recipes.rewards.score import Score
 
 TESTS = json.dumps({"inputs": ["7", "2"], "outputs": ["49", "4"]})
+MOST_SECONDS = 20  # of a program on Piston
 RIGHT, HALF, FAILS = "print(int(input()) ** 2)", "print(49)", "raise SystemExit(1)"
 
 
@@ -25,6 +26,8 @@ def fake_piston(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """Answer as Piston's /api/v2/execute."""
     if body.keys() != {"language", "version", "files", "stdin", "run_timeout"} or body["language"] != "python":
         return 400, {"message": f"unexpected {body}"}
+    if body["run_timeout"] > MOST_SECONDS * 1000:
+        return 400, {"message": f"run_timeout cannot exceed the configured limit of {MOST_SECONDS * 1000}"}
     if "# busy" in body["files"][0]["content"]:
         time.sleep(0.8)
         return 503, {"message": "no worker is free"}
@@ -171,6 +174,12 @@ def test_a_service_runs_the_programs(service: str, sandbox: str) -> None:
 def test_without_the_service_a_completion_is_unscored(sandbox: str) -> None:
     (unscored,) = score(sandbox, "http://127.0.0.1:9", RIGHT)
     assert unscored.value is None and str(unscored.reason).startswith("no answer from its server")
+
+
+def test_the_reason_has_the_error_of_the_service(service: str) -> None:
+    (unscored,) = score("piston", service, RIGHT, timeout=50.0)
+    assert unscored.value is None
+    assert '400: {"message": "run_timeout cannot exceed the configured limit of 20000"}' in str(unscored.reason)
 
 
 def test_a_sandbox_that_fails_leaves_the_completion_unscored(service: str) -> None:

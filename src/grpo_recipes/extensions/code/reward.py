@@ -171,8 +171,16 @@ def list_programs(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
         cases = read_cases(row.get("verification_info"), row.get("answer"))
     except ValueError:
         return None
-    name, answers = cases[0].name, {case.input.strip(): case.output for case in cases}
+    name, answers = cases[0].name, {_format_input(case): case.output for case in cases}
     right = _ANSWERS.format(answers=answers)
     if name is not None:
         right = _ANSWERS_OF_FUNCTION.format(name=name, answers=answers)
     return [right], ["raise SystemExit(1)"]
+
+
+def _format_input(case: Case) -> str:
+    """Return the input of a test without white space around it; for a function, with the JSON as Python writes it."""
+    if case.name is not None:
+        with contextlib.suppress(ValueError):
+            return "\n".join(json.dumps(json.loads(line)) for line in case.input.splitlines() if line.strip())
+    return case.input.strip()

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from grpo_recipes.extensions.code.arguments import E2B_KEY
 from grpo_recipes.process.answers import MAX_BYTES, ResponseTooLarge, bounded_opener
+from grpo_recipes.secrets import MASK
 
 _E2B_URL = "https://api.e2b.app"
 _E2B_PORT = 49999  # of the interpreter in a sandbox
@@ -28,6 +29,7 @@ _PART_OF_OVERHEAD = 0.15  # the same limit, as a part of the time of a completio
 _BUSY = (429, 502, 503, 504)  # HTTP statuses: the request is repeated
 _PART_OF_START, _PART_OF_END = 0.3, 0.04  # parts of a completion's time to create and to kill a sandbox on E2B
 _FIRST_PAUSE = 0.25  # seconds before the first repetition, doubled each time
+_LONGEST_ERROR = 200  # characters of a service's error that are shown
 # Runs in E2B's interpreter, which has no stdin, and prints the exit code (None: time limit) and output of the program.
 _RUN_IN_SANDBOX = """import json, pathlib, subprocess, sys, tempfile
 with tempfile.TemporaryDirectory() as folder, open(folder + "/output", "w+b") as output:
@@ -131,7 +133,7 @@ def _send(
 ) -> bytes:
     """Send a request with JSON and return the reply. Repeat it while the service is busy.
 
-    Raise OSError or HTTPException without a reply within ``seconds``.
+    Raise OSError or HTTPException without a reply within ``seconds``. The error has the service's message.
     """
     data = None if content is None else json.dumps(content).encode()
     request = urllib.request.Request(
@@ -144,9 +146,12 @@ def _send(
                 reply: bytes = response.read(MAX_BYTES + 1)
             break
         except urllib.error.HTTPError as error:
-            error.close()
-            if error.code not in _BUSY or time.monotonic() + pause >= deadline:
-                raise
+            with error:
+                if error.code not in _BUSY or time.monotonic() + pause >= deadline:
+                    text = " ".join(error.read(MAX_BYTES).decode(errors="replace").split())
+                    for secret in (headers or {}).values():  # before the cut, which would hide a part from the mask
+                        text = text.replace(secret, MASK)
+                    raise OSError(f"HTTP Error {error.code}: {text[:_LONGEST_ERROR] or error.reason}") from error
         time.sleep(pause)
         pause *= 2
     if len(reply) > MAX_BYTES:
