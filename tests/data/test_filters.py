@@ -30,8 +30,8 @@ def test_a_filter_names_a_column_and_a_range(text: str, row_filter: RowFilter | 
 
 
 def test_only_numbers_in_the_range_are_kept() -> None:
-    values = [0.1, 0.9, 1, 0.95, -0.1, None, "0.5", True, float("nan")]
-    assert list(map(RowFilter("x", 0.1, 1.0).keeps, values)) == [True, True, True, True, *[False] * 5]
+    values = [0.1, 0.9, 1, "0.95", -0.1, None, "1.5", "", "a", "nan", True, float("nan")]
+    assert list(map(RowFilter("x", 0.1, 1.0).keeps, values)) == [True, True, True, True, *[False] * 8]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
@@ -41,6 +41,13 @@ def test_other_rows_are_dropped_and_counted(write: Callable[..., str], load: Cal
     assert prompts.counts.filtered == 3 and "3 outside of dataset_filter dropped" in str(prompts)
     rows = [(0.0, 1, False), (0.1, 1, True), (0.5, 1, True), (0.9, 1, True), (1.0, 1, False)]
     assert prompts.counts.filter_values == {"pass_rate": rows}
+
+
+def test_a_csv_file_has_numbers_as_text(write: Callable[..., str], load: Callable[..., Prompts]) -> None:
+    rows = [{**row, "pass_rate": str(row["pass_rate"])} for row in ROWS]
+    prompts = load(dataset_name=write(rows, kind="csv"), dataset_filter="pass_rate in 0.1..0.9")
+    assert prompts.dataset["answer"][:] == ["2", "3", "4"] and prompts.counts.filtered == 3
+    assert [number for number, _, _ in prompts.counts.filter_values["pass_rate"]] == RATES[:5]
 
 
 def test_many_numbers_are_counted_in_steps() -> None:

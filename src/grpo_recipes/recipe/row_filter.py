@@ -35,8 +35,9 @@ class RowFilter:
     most: float
 
     def keeps(self, value: Any) -> bool:
-        """Return whether a value of the column is a number in the range; false for a missing value or text."""
-        return _is_number(value) and bool(self.least <= value <= self.most)
+        """Return whether a value of the column is a number in the range; false for a missing value or another text."""
+        number = _read_number(value)
+        return number is not None and self.least <= number <= self.most
 
     def count(self, values: Iterable[Any]) -> list[tuple[float, int, bool]]:
         """Return each number among the values, with its count and whether it is kept.
@@ -44,7 +45,8 @@ class RowFilter:
         More than ``MOST_COUNTS`` different numbers are rounded down to that many steps between the smallest and the
         largest. A step is kept if any of its numbers is.
         """
-        numbers = Counter(float(value) for value in values if _is_number(value) and math.isfinite(value))
+        read = map(_read_number, values)
+        numbers = Counter(float(number) for number in read if number is not None and math.isfinite(number))
         if len(numbers) <= MOST_COUNTS:
             return [(number, numbers[number], self.keeps(number)) for number in sorted(numbers)]
         low, high = min(numbers), max(numbers)
@@ -57,9 +59,12 @@ class RowFilter:
         return [(start, rows[start], start in selected) for start in sorted(rows)]
 
 
-def _is_number(value: Any) -> bool:
-    """Return whether a value of a column is a number: not a missing value, NaN, text or a truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+def _read_number(value: Any) -> int | float | None:
+    """Return the number in a column, also from a text as in .csv files; None for NaN and all other values."""
+    if isinstance(value, str):
+        return float(value) if _NUMBER.fullmatch(value) else None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    return value if is_number else None
 
 
 def parse_range(text: str) -> tuple[float, float] | None:
@@ -90,7 +95,7 @@ def find_column_problem(recipe: Recipe, _: Mapping[str, str]) -> Iterator[Proble
         message = f"dataset_filter: '{source.id}' has no column '{column}'"
         yield recipe.problem("dataset_filter", message, f"write one of {', '.join(head.columns)}")
     values = [value_at(row, column) for row in head.rows if root_of(column, head.columns) in row]
-    if values and not any(_NUMBER.fullmatch(str(value)) for value in values):  # a CSV file has only text
+    if values and all(_read_number(value) is None for value in values):
         message = f"dataset_filter: column '{column}' of '{source.id}' has no number in its first rows"
         yield recipe.problem("dataset_filter", message, "name a column of numbers, or remove dataset_filter")
 
