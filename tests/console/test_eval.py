@@ -178,6 +178,21 @@ def test_another_reward_scores_the_same_completions(evaluate, server: Answers, c
     assert evaluate("my.yaml", "--reward", "mine.py:ends") == 0 and result()["pass@1"] is None  # rewards below 1 (M20)
 
 
+def test_completions_that_a_reward_failed_to_score_are_scored_again(evaluate, folder: Path, capsys) -> None:
+    Path("mine.py").write_text(
+        "import pathlib\n"
+        "def judge(completions, answer, **columns):\n"
+        f"    if answer == ['5'] and not pathlib.Path({str(folder / 'judge')!r}).exists():\n"
+        "        raise RuntimeError('no judge')\n"
+        "    return [1.0]\n"
+    )
+    assert evaluate("my.yaml", "--reward", "mine.py:judge") == 0 and result()["no_verdict"] == 4
+    Path("judge").touch()
+    assert evaluate("my.yaml", "--reward", "mine.py:judge") == 0 and result()["no_verdict"] == 0
+    assert "scoring 1 prompts" in capsys.readouterr().out and result()["reward"] == 1.0
+    assert [row["index"] for row in lines(OUT / "scores.jsonl")] == [0, 1, 2]
+
+
 def test_k_is_chosen_up_to_the_completions_there_are(evaluate, capsys) -> None:
     assert evaluate("my.yaml", "--k", "5") == 2
     error = capsys.readouterr().err

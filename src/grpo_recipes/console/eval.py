@@ -451,8 +451,9 @@ def _score_completions(
     """Score the completions, write them to ``scores.jsonl``, and return its rows, one per prompt.
 
     A completion has text, tokens (their number), truncated, rewards by name (None without a score), and maybe a
-    reason. Each of ``rows`` needs completions. Prompts that are already in the file are not scored again. If the
-    settings have changed, the file is removed first. Raise RewardFailed if a reward cannot be called.
+    reason. Each of ``rows`` needs completions. Prompts that are already in the file are not scored again, unless a
+    reward failed to score one of their completions. If the settings have changed, the file is removed first. Raise
+    RewardFailed if a reward cannot be called.
     """
     from grpo_recipes.evaluate.scores import call_rewards
     from grpo_recipes.rollouts.generate import open_completions
@@ -463,6 +464,7 @@ def _score_completions(
     if load_json_mapping(settings_path) != json.loads(json.dumps(settings)):
         remove_files(path, settings_path)
     with open_completions(path, rows, settings) as file:
+        file.remove([row["index"] for row in file.rows() if any("reason" in entry for entry in row["completions"])])
         missing = [index for index in range(len(rows)) if index not in file.done]
         say(f"scoring {len(missing)} prompts with {', '.join(names)}")
         prompts_per_chunk = max(1, _CHUNK // len(samples[0]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +98,17 @@ class CompletionsFile:
                 problem = f"prompt {index} differs from the dataset's"
                 raise config_error(where, problem, "choose another --out, or remove the file")
             self.done[index] = None
+
+    def remove(self, indices: Collection[int]) -> None:
+        """Remove the rows of these prompts from the file and from ``done``, so that they count as missing."""
+        if not indices:
+            return
+        self._file.seek(0)
+        lines = dict(zip(self.done, self._file.read().splitlines(keepends=True), strict=True))
+        self.done = {index: None for index in lines if index not in indices}
+        self._file.truncate(0)
+        self._file.write(b"".join(lines[index] for index in self.done))
+        self._file.flush()
 
     def sort(self) -> None:
         """Rewrite the file in the order of the dataset.
