@@ -14,6 +14,7 @@ import torch
 from rank_processes import run_ranks
 from transformers import TrainerCallback
 
+from grpo_recipes.rewards.load import LimitRecords
 from grpo_recipes.rewards.score import RewardWrapper, Score
 from grpo_recipes.runs.checkpoints import find_newest_complete
 from grpo_recipes.runs.rundir import move_rows_after
@@ -173,6 +174,32 @@ def test_too_many_without_a_verdict_end_training_and_not_an_evaluation(trainer: 
             scored(trainer, prompts=8, each=8)
     finally:
         trainer.scoring.max_unscored = 1.0
+
+
+def test_a_resumed_run_calls_the_rewards_of_the_step_that_ended_it(tmp_path: Path) -> None:
+    reward = own_rewards(tmp_path)[0]
+    reward.pool.close()
+    file, late = tmp_path / "records" / "limits_0.jsonl", Score(None, "time limit", by_limit=True)
+    reward._records = records = LimitRecords(file)
+    for key, generation in (("a", 3), ("b", 4), ("c", 4)):
+        records.add(key, generation, late)
+    reward.generation, reward.scores = 4, [late, Score(1.0), late]
+    trainer = SimpleNamespace(
+        reward_funcs=[reward],
+        model=SimpleNamespace(training=True),
+        add_metric=lambda name, value, mode: None,
+        state=SimpleNamespace(global_step=3),
+        accelerator=SimpleNamespace(is_main_process=False),
+        args=SimpleNamespace(generation_batch_size=3),
+    )
+    scoring = Scoring(trainer, tmp_path, 0.7)
+    scoring.mark_unscored(torch.ones(3, 1), ["?"] * 3, ["?"] * 3)
+    assert len(file.read_text().splitlines()) == 3, "the step is taken"
+    scoring.max_unscored = 0.5
+    with pytest.raises(TooManyWithoutVerdict, match="time limit"):
+        scoring.mark_unscored(torch.ones(3, 1), ["?"] * 3, ["?"] * 3)
+    for remaining in (records, LimitRecords(file)):
+        assert [remaining.find(key, 4) is not None for key in "abc"] == [True, False, False]
 
 
 def test_rewards_that_are_not_watched_are_left_to_trl(tmp_path: Path) -> None:

@@ -177,6 +177,10 @@ class IsolatedReward(RewardWrapper):
         """
         self._watch = watch
 
+    def discard_generation(self) -> None:
+        """Remove the records of the current generation, which ends the run: nothing was trained on its scores."""
+        self._records.remove(self.generation)
+
     def _score_batch(self, rows: int, columns: dict[str, Any]) -> list[Score]:
         """Score the rows in the pool's child processes and return their scores in order.
 
@@ -260,7 +264,19 @@ class LimitRecords:
         self._records[key] = (generation, score.reason)
         self._file.parent.mkdir(exist_ok=True)
         with self._file.open("a") as file:
-            file.write(json.dumps({"key": key, "generation": generation, "reason": score.reason}) + "\n")
+            file.write(_format_record(key, generation, score.reason))
+
+    def remove(self, generation: int) -> None:
+        """Remove the scores of a generation from the file, so that a resumed run calls the rewards again."""
+        records = {key: record for key, record in self._records.items() if record[0] != generation}
+        if len(records) < len(self._records):
+            write_atomically(self._file, "".join(_format_record(key, *record) for key, record in records.items()))
+        self._records = records
+
+
+def _format_record(key: str, generation: int, reason: str) -> str:
+    """Return the line of a score in the file of ``LimitRecords``."""
+    return json.dumps({"key": key, "generation": generation, "reason": reason}) + "\n"
 
 
 def hash_call(reward: Sequence[Any], arguments: dict[str, Any]) -> str | None:

@@ -250,6 +250,9 @@ class RewardWrapper:
         """
         self.generation, self.stop, self.give_up_after = number, stop, give_up_after
 
+    def discard_generation(self) -> None:
+        """Forget outcomes of the current generation that a resumed run would repeat; without limits, there are none."""
+
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """Return (B,) rewards, None for unscored completions, and keep the scores with their reasons in ``scores``.
 

@@ -325,6 +325,8 @@ class Scoring:
             chosen = [*slow, *(row for row in rows if row["reason"] is not None)][:_MOST_ROWS]
             append_json(self._file, *({**step, **row} for row in chosen))
         if is_training and int(unscored_B.sum()) > self.most_unscored(len(unscored_B)):
+            for reward in rewards:  # the resumed run repeats this generation, maybe with a server that answers
+                reward.discard_generation()
             raise self._make_too_many_error(rewards, scores, float(unscored_B.float().mean()))
 
     def _make_too_many_error(
