@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_recipes.numbers import LARGEST_REWARD
+from grpo_recipes.rewards import child
 from grpo_recipes.rewards.child import GARBLED, read_reply
 
 SPECS = ("math_verify", "own.py:score")
@@ -84,3 +85,10 @@ def test_bytes_that_are_no_json_are_a_death(line: bytes) -> None:
 )
 def test_a_reply_of_another_shape_is_a_death(reply: Any) -> None:
     assert read_reply(json.dumps(reply).encode(), SPECS) == GARBLED
+
+
+def test_a_secret_at_the_end_of_a_long_reason_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "_secrets", ["plantedsecret"])
+    for length in range(250, 300):
+        reason = child._make_unscored(ValueError("x" * length + "plantedsecret")).reason
+        assert reason is not None and "xp" not in reason and len(reason) <= 300

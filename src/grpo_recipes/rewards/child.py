@@ -304,7 +304,7 @@ def _make_unscored(error: BaseException) -> Score:
     global _tracebacks_left
     if isinstance(error, MemoryError):
         return Score(None, "memory limit", by_limit=True)
-    text = describe_error(error)
+    text = describe_error(error, _hide_secrets)
     if isinstance(error, ConfigError):
         text = f"{text}; {error.problems[0].fix}"
     elif _tracebacks_left > 0 and not text.startswith(NO_ANSWER):

@@ -196,14 +196,15 @@ def _convert_entry(entry: Any) -> Score:
     return Score(value) if problem is None else Score(None, f"not a number: {problem}")
 
 
-def describe_error(error: BaseException) -> str:
+def describe_error(error: BaseException, mask: Callable[[str], str] = str) -> str:
     """Return an exception in one line of at most about 300 characters: its type and the first line of its message.
 
-    For a ConfigError, this is its first problem without the fix. Connection errors begin with ``NO_ANSWER``.
+    For a ConfigError, this is its first problem without the fix. Connection errors begin with ``NO_ANSWER``. ``mask``
+    hides secrets in the message before it is cut.
     """
     if isinstance(error, ConfigError):
         return error.problems[0].what  # without its fix, since the caller adds a fix
-    lines = str(error).strip().splitlines()
+    lines = mask(str(error)).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}"[:_LONGEST_REASON] if lines else type(error).__name__
     cause: BaseException | None = error  # the error, or an error that caused it
     while cause is not None:
