@@ -115,6 +115,14 @@ def test_a_result_is_the_last_line_and_may_be_wrapped_in_a_list() -> None:
     assert not is_expected("", Case("", "null", "f")) and not is_expected("text\n", Case("", "1", "f"))
 
 
+@pytest.mark.parametrize("answer", ["[1, 2]", '["a"]', '[{"input": "1"}]', '{"inputs": 3}', '{"test_cases": {"a": 1}}'])
+def test_solutions_of_other_rewards_are_no_tests(answer: str) -> None:
+    """check-rewards asks for the programs of every row, e.g. with the interval [1, 2] as solution."""
+    assert list_programs({"answer": answer}) is None
+    with pytest.raises(ValueError, match="has tests"):
+        read_cases(None, answer)
+
+
 def test_inputs_of_functions_become_lines_of_json() -> None:
     listed = read_cases({"test_cases": [{"fn_name": "f", "input": [[1], "a"], "output": "b"}]})
     assert listed == [Case('[1]\n"a"', '"b"', "f")]

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
+from grpo_recipes.errors import translate_errors
 from grpo_recipes.extensions.code.arguments import E2B
 from grpo_recipes.extensions.code.jail import run_program
 from grpo_recipes.extensions.code.services import SERVICES, Run, limit_overhead, open_e2b_sandbox
@@ -28,6 +29,7 @@ _BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 _PART_OF_TIME = 0.8  # of reward_timeout, for all tests of a completion
 _PART_OF_MEMORY = 0.5  # of reward_memory_gib, for a program
 _TIMES_EXPECTED, _MOST_EXTRA = 10, 10_000  # characters of an output that is compared, so that it takes little time
+_NO_TESTS = "neither the column verification_info nor the solution has tests"
 _REQUESTS = 8  # simultaneous requests to a service for the tests of a completion
 # Calls a function with the arguments on stdin, and prints its result in the last line.
 _CALL = """import json, sys
@@ -99,12 +101,13 @@ def read_cases(*values: Any) -> list[Case]:
             continue
         if not str(info.get("language") or "python").startswith("python"):
             raise ValueError(f"the tests are for {info['language']}, but code_tests runs only Python")
-        tests = info.get("test_cases") or [
-            {"input": text, "output": expected, "fn_name": info.get("fn_name")}
-            for text, expected in zip(info["inputs"], info["outputs"], strict=True)
-        ]
-        return [_make_case(test["input"], test["output"], test.get("fn_name") or None) for test in tests]
-    raise ValueError("neither the column verification_info nor the solution has tests")
+        with translate_errors((AttributeError, LookupError, TypeError), lambda _: ValueError(_NO_TESTS)):
+            tests = info.get("test_cases") or [
+                {"input": text, "output": expected, "fn_name": info.get("fn_name")}
+                for text, expected in zip(info["inputs"], info["outputs"], strict=True)
+            ]
+            return [_make_case(test["input"], test["output"], test.get("fn_name") or None) for test in tests]
+    raise ValueError(_NO_TESTS)
 
 
 def _make_case(arguments: Any, expected: Any, name: str | None) -> Case:
