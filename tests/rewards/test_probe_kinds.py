@@ -6,7 +6,8 @@ import pytest
 
 from grpo_recipes.errors import ConfigError
 from grpo_recipes.recipe.check import check
-from grpo_recipes.rewards.probe import find_problems, probe_rewards
+from grpo_recipes.rewards.probe import find_problems, probe_reward, probe_rewards
+from grpo_recipes.rewards.score import make_reward
 
 ROWS = [
     {"prompt": [{"role": "user", "content": f"{n}+1="}], "answer": str(n + 1)} for n in range(12)
@@ -52,6 +53,12 @@ def test_right_answers_that_get_nothing_are_reported_although_another_reward_dif
     (problem,) = [finding for finding in problems if f"mine.py:{name}" in finding.what]
     assert "gives right answers 0, like wrong answers: '" in problem.what and "' to '0+1=' gets 0" in problem.what
     assert not [finding for finding in problems if "mine.py:style" in finding.what], "it takes no solution"
+
+
+def test_rows_without_a_solution_are_tried_without_right_answers():
+    rows = [{"prompt": row["prompt"]} for row in ROWS]
+    result = probe_reward("format_tags", make_reward("format_tags"), rows)
+    assert (result.right, result.faults) == (0, [])
 
 
 def test_the_only_reward_is_reported_with_an_example(recipe):

@@ -66,3 +66,17 @@ def test_the_answers_to_try_are_right_and_wrong_and_other_rows_have_none(reward,
         for answer in answers:
             assert make_reward(reward.name)([reward.writings[0] % answer], **columns) == [score], answer
     assert load(reward.answers)(other_row) is None
+
+
+@pytest.mark.parametrize("reward", REWARDS, ids=lambda reward: reward.name)
+@pytest.mark.parametrize(
+    "row", [{}, {"answer": "[1, 2]"}, {"clauses": "the tenant pays"}, {"answer": "yes", "clauses": "[[1, -60]]"}]
+)
+def test_rows_of_other_datasets_have_no_answers_to_try(reward, row: dict[str, str]) -> None:
+    """Every dataset is asked, also one without solutions, or with so many variables that trying takes forever."""
+    assert load(reward.answers)(row) is None
+
+
+def test_a_problem_without_a_reference_has_answers_to_try() -> None:
+    right, wrong = load("grpo_recipes.extensions.problems.rewards:satisfiability_answers")({"clauses": "[[1]]"})
+    assert right == ["x1=true"] and wrong == ["x1=false", "", ""]

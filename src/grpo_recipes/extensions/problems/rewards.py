@@ -17,6 +17,7 @@ from grpo_recipes.extensions.problems.seeded import list_assignments, parse_clau
 from grpo_recipes.rewards.answers import extract_final_text, extract_last_answer
 
 _WRONG = 3  # number of incorrect assignments of all variables to try
+_MOST_VARIABLES = 12  # seeded:sat has at most 8
 
 
 def modebench(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
@@ -48,18 +49,22 @@ def satisfiability(completions: list[Any], clauses: list[Any], **_: Any) -> list
 
 def modebench_answers(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
     """Return all correct answers (one per mode) and some incorrect ones; None if the row has no ModeBench problem."""
-    answer = row["answer"]
+    answer = row.get("answer", "")
     return (list_right_answers(answer), list_wrong_answers(answer)) if is_problem(answer) else None
 
 
 def satisfiability_answers(row: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
-    """Return all correct assignments, the reference first, and incorrect answers; None if a row has no clauses.
+    """Return all correct assignments, the reference first, and incorrect answers.
 
-    Raise ValueError if the column ``clauses`` is not valid.
+    Return None if the column ``clauses`` is missing or has other content, or too many variables to try all assignments.
     """
-    if not row.get("clauses"):
+    try:
+        clauses = parse_clauses(row.get("clauses"))
+    except ValueError:
         return None
-    answer, candidates = row["answer"], list(list_assignments(parse_clauses(row["clauses"])))
-    right = [answer, *(text for text, satisfied in candidates if satisfied and text != answer)]
+    if max(abs(part) for clause in clauses for part in clause) > _MOST_VARIABLES:
+        return None
+    answer, candidates = row.get("answer", ""), list(list_assignments(clauses))
+    right = [*filter(None, [answer]), *(text for text, satisfied in candidates if satisfied and text != answer)]
     wrong = [text for text, satisfied in candidates if not satisfied][:_WRONG]
     return right, [*wrong, answer.partition(",")[0], ""]
