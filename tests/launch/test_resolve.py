@@ -34,7 +34,7 @@ from grpo_recipes.recipe import Recipe, read_frozen
 from grpo_recipes.recipe.check import resolve_recipe
 from grpo_recipes.recipe.keys import READ_VARIABLES, environment_keys
 from grpo_recipes.runs.checkpoints import publish_checkpoint
-from grpo_recipes.runs.rundir import Run, find_run, read_json
+from grpo_recipes.runs.rundir import Run, find_run, read_json, write_json
 from grpo_recipes.slurm.client import read_slurm_job
 
 SMOKE = find_code_root() / "recipes/smoke/grpo.yaml"
@@ -320,6 +320,16 @@ def test_a_requeued_job_of_several_launches_continues_the_run_of_each(monkeypatc
         monkeypatch.setattr("sys.argv", ["grpo", "launch", "my.yaml", "--learning_rate", rate])
         run, _ = resolve_run(Options(recipe=str(SMOKE), flags=("--learning_rate", rate)), requeued_job())
         assert run == runs.get(rate), "the third was not started before the requeue"
+
+
+@pytest.mark.parametrize(("status", "continues"), [("requeued", True), ("running", True), ("completed", False)])
+def test_a_requeued_job_whose_flags_changed_continues_its_only_run(monkeypatch, status: str, continues: bool) -> None:
+    """A batch script with ``--run_name mine-$(date +%F-%H%M)``. The next launch of a script starts its own run."""
+    run = run_in_job("c-9", "launch my.yaml --run_name mine-1", monkeypatch)
+    write_json(run.folder / "summary.json", {**run.summary, "status": status})
+    monkeypatch.setattr("sys.argv", ["grpo", "launch", "my.yaml", "--run_name", "mine-2"])
+    resolved, _ = resolve_run(Options(recipe=str(SMOKE)), requeued_job())
+    assert resolved == (run if continues else None)
 
 
 @pytest.mark.parametrize("text", [None, "learning_rate: wrong\n", "run_root: [\n", "no_such_key: 1\n"])

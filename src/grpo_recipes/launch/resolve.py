@@ -125,8 +125,9 @@ def _find_run_of_job(options: Options, environment: Mapping[str, str], resources
     """Return the run that a requeued Slurm job continues, or None.
 
     The user may have changed or removed the recipe since the job started, so only ``run_root`` is read from it. A
-    batch script may launch several runs: a run only continues if the same command started it. ``--resume last`` means
-    the same run as when the job started.
+    batch script may launch several runs: each command continues the run that it started. A command that started none,
+    for example because its flags contain the time, continues the job's only run if that run is not completed.
+    ``--resume last`` means the same run as when the job started.
     """
     job, is_named = resources.job, options.resume not in (None, "last")
     if job is None or job.restarts == 0 or is_named or options.previous is not None:
@@ -143,7 +144,10 @@ def _find_run_of_job(options: Options, environment: Mapping[str, str], resources
         run for run in rundir.list_runs(root) if (load_json_mapping(run.folder / JOB_FILE) or {}).get("job") == job.name
     ]
     command = format_own_command()
-    return next((run for run in (newest, *runs) if run.identity.get("command") == command), None)
+    started = next((run for run in (newest, *runs) if run.identity.get("command") == command), None)
+    if started is None and len(runs) == 1 and newest.summary.get("status") != "completed":
+        return newest
+    return started
 
 
 def _find_run_root(name: str | None, options: Options, environment: Mapping[str, str], device: str) -> Path:
