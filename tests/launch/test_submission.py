@@ -259,7 +259,7 @@ def test_nodes_with_internet_may_report_to_wandb(folder, monkeypatch, capsys) ->
 
 
 def test_every_override_reaches_the_script(capsys) -> None:
-    values = {"time": "0:05:00", "nodes": "2", "gpus": "8", "cpus": "16"}
+    values = {"time": "0:06:00", "nodes": "2", "gpus": "8", "cpus": "16"}
     overrides = {key: values.get(key, f"my-{key}") for key in OVERRIDES}
     assert submit("--dry-run", *[f"--{key}={text}" for key, text in overrides.items()], profile="mltheory") == 0
     header = capsys.readouterr().out
