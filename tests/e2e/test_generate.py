@@ -23,7 +23,7 @@ from grpo_recipes.rollouts.openai import CompletionClient, Sample, SamplingParam
 from grpo_recipes.runs.rundir import write_json
 
 RECIPE = REPOSITORY / "recipes/smoke/grpo.yaml"
-LIMIT = 24
+LIMIT = 72  # so many that the command can be interrupted on a busy machine
 
 
 def patient() -> Recipe:
@@ -100,7 +100,7 @@ def test_a_dataset_is_completed_continued_and_repeated(tmp_path: Path) -> None:
         assert_ids_and_text_agree(url, token, generated)
 
         cut = tmp_path / "cut.jsonl"
-        assert interrupted(command("cut.jsonl", "--batch-size", "2"), cut, environment) == 130
+        assert interrupted(command("cut.jsonl", "--batch-size", "1"), cut, environment) == 130
         assert 3 <= len(rows(cut)) < LIMIT
         assert generate("cut.jsonl").read_bytes() == whole.read_bytes()
 
