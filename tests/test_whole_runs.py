@@ -14,8 +14,10 @@ import pytest
 from ledgers import read_left_out
 from whole_runs import (
     COMMITS,
+    DAY,
+    DAYS,
     LEFT_OUT,
-    LONGEST,
+    LONG_RUNS,
     MOST_FILES,
     count_newer_commits,
     leave_out_if_late,
@@ -45,21 +47,25 @@ def test_a_commit_concerns_the_tests_that_it_changes_and_those_of_its_source_fil
     assert [count_newer_commits(TESTS / file, changes) for file in files] == [1, 1, 2, COMMITS]
 
 
-def test_files_of_new_commits_come_first_and_then_those_that_take_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_new_commits_come_first_and_long_runs_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whole_runs.read_recent_changes", lambda: [{"tests/e2e/test_ports.py"}, {"lora"}])
-    files = (
-        "e2e/test_eval.py",
-        "trainers/test_ahead.py",
-        LONGEST[1],
-        LONGEST[0],
-        "e2e/test_lora.py",
-        "e2e/test_ports.py",
-    )
+    monkeypatch.setenv(DAY, str(DAYS * 5000))
+    today, other = LONG_RUNS[0], LONG_RUNS[1]
+    files = (other, "e2e/test_eval.py", "trainers/test_ahead.py", today, "e2e/test_lora.py", "e2e/test_ports.py")
     order = sorted((TESTS / file for file in files), key=sort_key)
     assert [str(path.relative_to(TESTS)) for path in order] == [
-        "e2e/test_ports.py", "e2e/test_lora.py", *LONGEST[:2], "trainers/test_ahead.py", "e2e/test_eval.py",
+        "e2e/test_ports.py", "e2e/test_lora.py", today, "trainers/test_ahead.py", "e2e/test_eval.py", other,
     ]  # fmt: skip
-    assert all((TESTS / file).exists() for file in LONGEST)
+    assert all((TESTS / file).is_file() for file in LONG_RUNS)
+
+
+def test_the_order_of_the_other_files_changes_every_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whole_runs.read_recent_changes", lambda: [])
+    files, orders = [TESTS / f"e2e/test_{number}.py" for number in range(20)], set()
+    for day in (20_000, 20_000, 20_001):
+        monkeypatch.setenv(DAY, str(day))
+        orders.add(tuple(sorted(files, key=sort_key)))
+    assert len(orders) == 2
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,15 @@ A slow test takes from ten seconds to minutes. `make e2e` runs all of them. The 
 first. A commit concerns the test files that it changes, and the test files with a word of its source files in their
 path: ``src/grpo_recipes/weights/lora.py`` concerns ``tests/weights/`` and ``tests/e2e/test_lora.py``.
 
-CI sets a time, the variable GRPO_LAST_START in seconds since 1970. On a slow machine, slow tests that would start later
-are left out.
+CI sets a time, the variable GRPO_LAST_START in seconds since 1970. Slow tests that would start later are left out. The
+files of ``LONG_RUNS`` take about half of the time. So on each day, a quarter of them comes next, and the others come
+last. The order of all other files changes every day, too.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import subprocess
 import time
@@ -23,21 +25,32 @@ COMMITS = 10  # older commits do not change the order
 MOST_FILES = 20  # a commit with more files, such as a renaming, concerns no test more than another
 COMMON_WORDS = {"", "src", "grpo", "recipes", "grpo_recipes", "extensions", "tests", "test", "e2e"}
 LEFT_OUT = "would start after the time that CI has: make e2e runs it"
-# Files and folders that take longest, below tests/. They come early: the processes of pytest then end at about the same
-# time. First those with slow tests, then folders of quick tests.
-LONGEST = (
+# Files that take 100 to 1000 seconds of a processor, below tests/: complete trainings and installations.
+LONG_RUNS = (
     "e2e/test_environments.py", "e2e/test_environment_recipes.py", "setup/test_other_installs.py",
-    "e2e/test_atropos.py", "e2e/test_overlap.py", "e2e/test_sweep.py", "e2e/test_external.py", "e2e/test_colocated.py",
-    "e2e/test_bridges.py", "e2e/test_server_restarts.py", "evidence/test_multi_answer.py", "e2e/test_tools.py",
-    "e2e/test_slurm_run.py", "e2e/test_two_nodes.py", "runs/test_state_files.py", "e2e/test_container.py",
+    "e2e/test_gpu_stages.py", "e2e/test_tools.py", "e2e/test_container.py", "evidence/test_multi_answer.py",
+    "trainers/test_exact_resume.py", "e2e/test_examples.py", "e2e/test_code.py", "e2e/test_judge.py",
+    "e2e/test_maxent.py", "e2e/test_your_own_run.py",
+)  # fmt: skip
+DAYS = 4  # in which each of them comes early
+# Folders and files of quick tests that take longest: the processes of pytest then end at about the same time.
+LONGEST = (
     "docs", "trainers", "evidence", "bench", "data", "fetch", "launch", "setup", "evaluate", "test_wrong_recipes.py",
 )  # fmt: skip
+# Processes of pytest-xdist inherit the day, because they must agree on the order also at midnight.
+DAY = "GRPO_TEST_DAY"
+os.environ.setdefault(DAY, str(int(time.time() // 86400)))
 
 
-def sort_key(path: Path) -> tuple[int, int, str]:
-    """Return the place of a test file: by the commits that concern it, ``LONGEST`` and its name."""
-    places = (place for place, longest in enumerate(LONGEST) if path.is_relative_to(TESTS / longest))
-    return count_newer_commits(path, read_recent_changes()), next(places, len(LONGEST)), str(path)
+def sort_key(path: Path) -> tuple[int, int, int, bytes]:
+    """Return the place of a test file: by the commits that concern it, by its turn, ``LONGEST`` and the day."""
+    day, name = int(os.environ[DAY]), str(path.relative_to(TESTS))
+    turn = 1
+    if name in LONG_RUNS:
+        turn = 0 if LONG_RUNS.index(name) % DAYS == day % DAYS else 2
+    places = (place for place, folder in enumerate(LONGEST) if path.is_relative_to(TESTS / folder))
+    shuffled = hashlib.sha256(f"{day} {name}".encode()).digest()
+    return count_newer_commits(path, read_recent_changes()), turn, next(places, len(LONGEST)), shuffled
 
 
 @functools.cache
