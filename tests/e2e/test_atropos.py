@@ -154,7 +154,7 @@ def test_an_unmodified_environment_from_its_own_terminal_is_trained_on(launch: C
         )
         url, api_url = "http://127.0.0.1:8000", f"http://127.0.0.1:{port}"
         words = documented(command, {"recipes/atropos/smoke.yaml": RECIPE, url: api_url, "9001": str(free_port())})
-        run = launch(*words[2:], "--max_steps", "4")
+        run = launch(*words[2:], "--max_steps", "10")  # the environment evaluates now and then
         run.wait_for(lambda: "start your environments with: " in run.output, "the command", timeout=120)
         line = next(line for line in run.output.splitlines() if "start your environments with: " in line)
         serve = line.partition("start your environments with: python ENVIRONMENT.py ")[2].split()
@@ -170,7 +170,7 @@ def test_an_unmodified_environment_from_its_own_terminal_is_trained_on(launch: C
         for process in reversed(processes):
             process.kill()
             process.wait()
-    assert len(run.rows()) == 4 and all(row["atropos/rejected"] == 0 for row in run.rows())
+    assert len(run.rows()) == 10 and all(row["atropos/rejected"] == 0 for row in run.rows())
     # The log-probs that /generate gave are the trainer's own, as long as the weights are the same.
     assert run.rows()[0]["sampling/sampling_logp_difference/max"] < 1e-3
     assert "evaluation 1: '<answer>" in log.read_text()
