@@ -44,7 +44,6 @@ def start(folder: Path, port: int, development: bool = True) -> subprocess.Popen
     """Start a plain vLLM as a user does, and wait until it answers."""
     words = [*(word for word in server_words(port) if development or word != MODE), *ON_CPU]
     environment = clean_environment(folder, f"external-{port}", VLLM_CPU_KVCACHE_SPACE="1", TORCHDYNAMO_DISABLE="1")
-    environment["OMP_NUM_THREADS"] = "1"  # threads that wait for each other in loops take most of the processors
     environment.pop("GRPO_RUN", None)
     with (folder / "server.log").open("wb") as log:
         ends_with_us = partial(die_with_parent, os.getpid(), signal.SIGKILL)

@@ -38,12 +38,7 @@ def test_sbatch_training_sh_starts_at_once_and_completes(slurm: SlurmCluster, tm
     assert marked_processes("slurm-smoke") == []
 
 
-def submit_endless(
-    slurm: SlurmCluster,
-    tmp_path: Path,
-    mark: str,
-    sbatch: tuple[str, ...] = (),
-) -> tuple[int, Launch]:
+def submit_endless(slurm: SlurmCluster, tmp_path: Path, mark: str, sbatch: tuple[str, ...] = ()) -> tuple[int, Launch]:
     """A job that trains until it is stopped, after its second step."""
     environment = clean_environment(tmp_path, mark, ENV_DIR=sys.prefix)
     endless = ("--max_steps", "100000", "--run_name", mark)
@@ -81,7 +76,7 @@ def test_a_job_that_slurm_does_not_requeue_ends_with_75(slurm: SlurmCluster, tmp
     assert "not requeued: scontrol requeue" in output
 
 
-# Training that uses little processor time until the time limit.
+# It waits, so that training uses little processor time until the time limit.
 SLOW_REWARD = """
 import time
 

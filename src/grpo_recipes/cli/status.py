@@ -147,7 +147,7 @@ def _make_cells(run: Run, jobs: dict[str, Job] | None) -> tuple[str, ...]:
 
 
 def _describe_damage(error: ConfigError) -> str:
-    """Return the state of a run with the damaged file that an error is about."""
+    """Return the state of a run whose file is damaged, with the file's name."""
     return f"damaged: {Path(error.problems[0].where).name}"
 
 

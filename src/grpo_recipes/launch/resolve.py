@@ -84,14 +84,15 @@ def resolve_run(options: Options, resources: Resources) -> tuple[Run | None, Rec
         problem = "a new run always uses the current files"
         raise config_error("--update-rewards", problem, "remove --update-rewards, or add --resume")
     run = _find_run_of_job(options, environment, resources)
-    if run is None and options.resume is None:
-        return None, resolve_recipe(
-            options.recipe, options.task, options.flags, environment, resources.device, options.keys
-        )
-    if run is None and options.resume == "last":
+    if run is None:
+        if options.resume is None:
+            return None, resolve_recipe(
+                options.recipe, options.task, options.flags, environment, resources.device, options.keys
+            )
         # The flags change the run's own recipe and are checked with it. Only run_root is read from this recipe.
-        run = find_run(_find_run_root(None, options, environment, resources.device), "last")
-    run = run or find_run(Path(), str(options.resume))
+        is_last = options.resume == "last"
+        root = _find_run_root(None, options, environment, resources.device) if is_last else Path()
+        run = find_run(root, options.resume)
     rundir.wait_for_end(run)
     notes = []
     if not run.is_running():  # otherwise its files may change now, and ``lock_run`` rejects this launch
